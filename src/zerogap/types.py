@@ -1,0 +1,285 @@
+"""The few objects and protocols that cross package borders.
+
+Everything a rollout hands to a trainer is a `Sample`; everything one forward pass needs besides ids and weights is a
+`ForwardContext`; whoever splits a reduction over ranks implements `Exchange`. Objects are frozen; arrays inside them
+are never written after construction, except where a comment says who writes them.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from zerogap.errors import ConfigError
+from zerogap.numerics import DType
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What decides bits: contract fingerprint, backend class (`cpu/avx512bf16`), hash of the kernel build."""
+
+    contract: str
+    backend: str
+    build: str
+
+    def __str__(self) -> str:
+        return f"{self.contract}@{self.backend}#{self.build}"
+
+
+# ---------------------------------------------------------------------------------------------------- sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingKey:
+    """Names a random stream; with the position in the completion it keys one 64-bit Philox draw.
+
+    Two samples never share a key: `prompt` is the slot of the prompt in its step's global batch, `attempt` counts
+    deliberate re-draws of that prompt, `sample` the group member. A re-issue after a failure keeps its key.
+    """
+
+    seed: int = 0
+    step: int = 0
+    prompt: int = 0
+    attempt: int = 0
+    sample: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. Nothing is ever inherited from a model folder's generation_config.json.
+
+    Attributes:
+        temperature: logits are divided by it (FP32) before everything else; 0 is greedy and records the untempered
+            log-prob.
+        top_k, top_p, min_p: kept-set filters in that order; 0, 1.0 and 0.0 switch them off.
+        max_tokens: most completion tokens.
+        stop_token_ids: ids that end a completion (the id stays in the sample, with its own log-prob). None means the
+            model's own end-of-sequence ids.
+        stop: strings that end a completion once the decoded text contains one.
+        min_tokens: a stop before this many tokens is ignored.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, mend: str) -> None:
+            raise ConfigError(f"sampling.{name}", getattr(self, name), mend)
+
+        if not 0.0 <= self.temperature < float("inf"):
+            refuse("temperature", "choose 0 (greedy) or a positive number")
+        if 0.0 < self.temperature < 1e-3:
+            refuse("temperature", "choose 0 for greedy decoding, or at least 0.001")
+        if self.top_k < 0:
+            refuse("top_k", "choose 0 (off) or a positive number of ids")
+        if not 0.0 < self.top_p <= 1.0:
+            refuse("top_p", "choose a number in (0, 1]")
+        if not 0.0 <= self.min_p <= 1.0:
+            refuse("min_p", "choose a number in [0, 1]")
+        if self.max_tokens < 1:
+            refuse("max_tokens", "choose at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            refuse("min_tokens", "choose a number from 0 to max_tokens")
+
+    @property
+    def filters(self) -> bool:
+        """True if some ids may be excluded, so that the kept set has to be recorded."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """One prompt with one completion, as the rollout produced it.
+
+    Attributes:
+        prompt_ids, completion_ids: int32; exactly what the model read and drew (never decoded and re-encoded).
+        logprobs: float32 [C], natural log of the probability of each completion token at the time it was drawn, under
+            `params` (temperature and kept set applied).
+        versions: int64 [C], weight version per token: the oldest version of any cache entry the token's forward read.
+        identity: what computed the log-probs.
+        key, params: the sampling key and parameters.
+        finish_reason: `stop` (stop id or string), `length` or `abort`.
+        kept_counts: int32 [C] ids kept by the filters, or None when all are kept.
+        kept_digests: uint64 [C] digest of each kept set, or None.
+        scale_set: name of the KV scale set; None for unscaled caches.
+        text: the decoded completion, for people and reward functions only.
+    """
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    identity: Identity
+    key: SamplingKey
+    params: SamplingParams
+    finish_reason: str
+    kept_counts: np.ndarray | None = None
+    kept_digests: np.ndarray | None = None
+    scale_set: str | None = None
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        c = len(self.completion_ids)
+        assert len(self.logprobs) == c == len(self.versions), "one log-prob and one weight version per completion token"
+        assert self.finish_reason in ("stop", "length", "abort"), f"unknown finish reason {self.finish_reason!r}"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+# ---------------------------------------------------------------------------------------------------- forward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardContext:
+    """Everything that one forward pass over T token rows needs besides ids and weights. Both sides build one.
+
+    T rows are the concatenation of S sequences' consecutive tokens: rows of one sequence are adjacent and ascend by
+    one position. `page_table[sequences[t], p // page_size]` is the page of absolute position p of row t's sequence.
+    The engine's context lives in fixed buffers of its captured program, which the engine rewrites before each replay.
+
+    Attributes:
+        positions: int32 [T] absolute position in the sequence.
+        sequences: int32 [T] row of `page_table`.
+        page_table: int32 [S, P].
+        page_size: tokens per page, a multiple of 16.
+        output_rows: int64 [R] rows whose hidden state goes to the head; None means all T.
+        sample_starts: int32 [S + 1] first row of each sequence, then T (trainer only: attention backward).
+        pack_starts: int32 [B + 1] first row of each pack, then T (trainer only: weight-gradient blocks).
+    """
+
+    positions: torch.Tensor
+    sequences: torch.Tensor
+    page_table: torch.Tensor
+    page_size: int
+    output_rows: torch.Tensor | None = None
+    sample_starts: torch.Tensor | None = None
+    pack_starts: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKV:
+    """Pages of one layer: raw storage whose layout belongs to the codec that made it (see `KVCodec`)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    codec: "KVCodec"
+
+
+class KVCodec(Protocol):
+    """How keys and values stand in pages. Used by the engine's cache and by the trainer's scratch pages alike.
+
+    Keys and values have separate layouts. Attention kernels read what `write` stored, the step that writes included,
+    so a codec that rounds (FP8) rounds on both sides.
+    """
+
+    name: str
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self) -> int:
+        """Bytes of keys, values and scales per token and layer."""
+        ...
+
+    def allocate(self, num_pages: int, page_size: int) -> LayerKV:
+        """Zeroed pages for one layer."""
+        ...
+
+
+class Exchange(Protocol):
+    """Combines reductions that a layout splits. Local identity by default; `parallel/` implements it over ranks.
+
+    A rank owns a contiguous, tree-aligned run of leaves and hands in the FP32 sum of its subtree; what comes back is the
+    FP32 sum of the whole fixed tree (adjacent pairs, an odd last one passes up), before any rounding.
+    """
+
+    rank: int
+    size: int
+
+    def combine(self, subtree: torch.Tensor) -> torch.Tensor:
+        """FP32 [M, N] subtree sum of this rank -> FP32 [M, N] sum over all ranks in tree order."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalExchange:
+    """The exchange of an unsplit layout: one rank owns every leaf."""
+
+    rank: int = 0
+    size: int = 1
+
+    def combine(self, subtree: torch.Tensor) -> torch.Tensor:
+        return subtree
+
+
+LOCAL = LocalExchange()
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """What the numerics need to know of one named tensor of a checkpoint.
+
+    Attributes:
+        name: the checkpoint's own name (`model.layers.0.self_attn.q_proj.weight`).
+        shape: logical, unsharded shape; matrices are [out, in].
+        kind: `matrix` (packed for products), `embedding` (row lookup; packed too when tied to the head), `vector`.
+        in_leaves: leaves of the forward reduction over the input axis (o_proj, down_proj; 1 elsewhere).
+        out_leaves: leaves of the input gradient's reduction over the output axis (q, k, v, gate, up; 1 elsewhere).
+        out_leaf_size: for the head: entries per vocabulary leaf (0 elsewhere).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    in_leaves: int = 1
+    out_leaves: int = 1
+    out_leaf_size: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.kind in ("matrix", "embedding", "vector"), f"{self.name}: unknown kind {self.kind!r}"
+        assert len(self.shape) == (1 if self.kind == "vector" else 2), f"{self.name}: {self.kind} of shape {self.shape}"
+
+
+def select_trainable(names: Iterable[str], patterns: Sequence[str], num_layers: int) -> set[str]:
+    """Names of the tensors to train.
+
+    Args:
+        names: checkpoint names.
+        patterns: shell patterns on names (`model.layers.29.*`), or `last:N` for the last N decoder layers, or `all`.
+        num_layers: decoder layers in the model.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    names, chosen = list(names), set()
+    for pattern in patterns:
+        if pattern == "all":
+            hits = set(names)
+        elif pattern.startswith("last:"):
+            count = pattern.removeprefix("last:")
+            if not count.isdigit() or not 1 <= int(count) <= num_layers:
+                raise ConfigError("trainable", pattern, f"choose last:1 to last:{num_layers}")
+            wanted = {f"layers.{i}." for i in range(num_layers - int(count), num_layers)}
+            hits = {n for n in names if any(w in n for w in wanted)}
+        else:
+            hits = set(fnmatch.filter(names, pattern))
+        if not hits:
+            raise ConfigError("trainable", pattern, "no tensor of this model matches; see `zerogap inspect`")
+        chosen |= hits
+    return chosen
+
+
+TORCH_DTYPES = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16}

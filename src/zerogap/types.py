@@ -7,7 +7,9 @@ are never written after construction, except where a comment says who writes the
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
@@ -135,6 +137,204 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def exact_sum(values: np.ndarray) -> Fraction:
+    """The exact sum of finite float64 (or narrower) values, so that neither order nor grouping can change a bit.
+
+    Mantissas are added as integers per binary exponent, in two halves of at most 27 bits (no overflow below 2^36 values).
+    """
+    mantissas, exponents = np.frexp(np.asarray(values, np.float64).ravel())
+    scaled = np.ldexp(mantissas, 53).astype(np.int64)
+    total = Fraction(0)
+    for exponent in np.unique(exponents):
+        part = scaled[exponents == exponent]
+        whole = (int((part >> 27).sum()) << 27) + int((part & (2**27 - 1)).sum())
+        total += whole * Fraction(2) ** (int(exponent) - 53)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Exact sum, count, minimum and maximum of a set of numbers; two of them pool as if they had been one set."""
+
+    total: Fraction = Fraction(0)
+    count: int = 0
+    minimum: float = math.inf
+    maximum: float = -math.inf
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Moments":
+        """Moments of finite values of any shape; of none: an empty set."""
+        values = np.asarray(values, np.float64)
+        if not values.size:
+            return cls()
+        assert np.isfinite(values).all(), "moments are taken of finite numbers only"
+        return cls(exact_sum(values), values.size, float(values.min()), float(values.max()))
+
+    def __add__(self, other: "Moments") -> "Moments":
+        return Moments(
+            self.total + other.total,
+            self.count + other.count,
+            min(self.minimum, other.minimum),
+            max(self.maximum, other.maximum),
+        )
+
+    @property
+    def mean(self) -> float:
+        """The correctly rounded mean; 0.0 of an empty set."""
+        return float(self.total / self.count) if self.count else 0.0
+
+
+def pool(metrics: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+    """Moments of the union, name by name, over micro-batches or ranks of any sizes; a name may be absent in some."""
+    pooled: dict[str, Moments] = {}
+    for part in metrics:
+        for name, moments in part.items():
+            pooled[name] = pooled.get(name, Moments()) + moments
+    return pooled
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenRows:
+    """The completion tokens of one micro-batch, T rows; all a loss may look at.
+
+    Attributes:
+        sample: int64 [T] index of the token's sample in the global `TrainBatch`.
+        position: int64 [T] index of the token in its completion.
+        logp: float32 [T] log-probs by the trainer, at the weights being trained, under the sampling parameters.
+        entropy: float32 [T] entropy of the distribution each token was drawn from, by the trainer.
+        rollout_logp: float32 [T] log-probs recorded when the tokens were drawn.
+        old_logp: float32 [T] log-probs that the ratio of the loss divides by (the rollout's, unless stated otherwise).
+        ref_logp: float32 [T] log-probs by the reference model, or None.
+        advantage: float64 [T].
+        mask: bool [T] True where the token takes part in the loss (*live*).
+        current: bool [T] True where the rollout drew the token at the weight version the trainer has now, so that
+            `logp` and `rollout_logp` must be the same bits.
+    """
+
+    sample: np.ndarray
+    position: np.ndarray
+    logp: np.ndarray
+    entropy: np.ndarray
+    rollout_logp: np.ndarray
+    old_logp: np.ndarray
+    ref_logp: np.ndarray | None
+    advantage: np.ndarray
+    mask: np.ndarray
+    current: np.ndarray
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            assert value is None or value.shape == self.sample.shape, f"{field.name}: one number per completion token"
+        for name in ("logp", "entropy", "rollout_logp", "old_logp"):
+            assert getattr(self, name).dtype == np.float32, f"{name} must be float32, not {getattr(self, name).dtype}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """The global batch of one update: S samples in global-batch order, with what the loss needs to know of each.
+
+    Attributes:
+        samples: the samples; a sample without completion tokens contributes nothing.
+        advantages: float64 [S].
+        masks: bool [C] per sample; True where a completion token takes part in the loss.
+        old_logprobs: float32 [C] per sample, or None for the rollout's own.
+        ref_logprobs: float32 [C] per sample by the reference model, or None when the loss has no KL term.
+    """
+
+    samples: tuple[Sample, ...]
+    advantages: np.ndarray
+    masks: tuple[np.ndarray, ...]
+    old_logprobs: tuple[np.ndarray, ...] | None = None
+    ref_logprobs: tuple[np.ndarray, ...] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = [len(s.completion_ids) for s in self.samples]
+        assert len(self.advantages) == len(lengths), "one advantage per sample"
+        for name in ("masks", "old_logprobs", "ref_logprobs"):
+            value = getattr(self, name)
+            assert value is None or [len(v) for v in value] == lengths, f"{name}: one number per completion token"
+
+    def rows(self, indices: Sequence[int], logp: np.ndarray, entropy: np.ndarray, version: int) -> TokenRows:
+        """The completion tokens of the named samples, concatenated in the order given.
+
+        Args:
+            indices: sample indices of one micro-batch.
+            logp, entropy: float32 [T] by the trainer, in the same order.
+            version: the trainer's weight version.
+        """
+
+        def column(per_sample: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+            return np.concatenate([np.zeros(0, dtype), *(np.asarray(per_sample[i], dtype) for i in indices)])
+
+        lengths = np.array([len(self.samples[i].completion_ids) for i in indices], np.int64)
+        rollout = column([s.logprobs for s in self.samples], np.float32)
+        sample = np.repeat(np.asarray(indices, np.int64), lengths)
+        return TokenRows(
+            sample=sample,
+            position=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in lengths)]),
+            logp=logp,
+            entropy=entropy,
+            rollout_logp=rollout,
+            old_logp=rollout if self.old_logprobs is None else column(self.old_logprobs, np.float32),
+            ref_logp=None if self.ref_logprobs is None else column(self.ref_logprobs, np.float32),
+            advantage=np.asarray(self.advantages, np.float64)[sample],
+            mask=column(self.masks, np.bool_),
+            current=column([s.versions for s in self.samples], np.int64) == version,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Denominators:
+    """Counts over the live tokens of the whole global batch, taken before any micro-batch runs.
+
+    Attributes:
+        tokens: live tokens in the batch.
+        sequences: samples with at least one live token.
+        sample_tokens: int64 [S] live tokens per sample.
+    """
+
+    tokens: int
+    sequences: int
+    sample_tokens: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossResult:
+    """What a loss says about one micro-batch.
+
+    Attributes:
+        loss: this micro-batch's exact share of the global loss; add over micro-batches, then take `float()`.
+        dlogp: float32 [T] derivative of the global loss by each token's log-prob; +0 where the token is not live.
+        dentropy: float32 [T] derivative by each token's entropy, or None when the loss does not depend on it.
+        metrics: moments by name, over live tokens; combine micro-batches with `pool`.
+    """
+
+    loss: Fraction
+    dlogp: np.ndarray
+    dentropy: np.ndarray | None
+    metrics: Mapping[str, Moments]
+
+
+class Loss(Protocol):
+    """A training loss as a pure function of per-token numbers; gradients never depend on how rows are grouped."""
+
+    def denominators(self, batch: TrainBatch) -> Denominators:
+        """Counts over the whole global batch."""
+        ...
+
+    def __call__(self, rows: TokenRows, denominators: Denominators) -> LossResult:
+        """Loss and derivatives for the rows of one micro-batch.
+
+        Raises:
+            NonFiniteError: a NaN or infinity at a live position; names sample and position.
+        """
+        ...
 
 
 # ---------------------------------------------------------------------------------------------------- forward pass

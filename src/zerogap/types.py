@@ -399,8 +399,8 @@ class KVCodec(Protocol):
 class Exchange(Protocol):
     """Combines reductions that a layout splits. Local identity by default; `parallel/` implements it over ranks.
 
-    A rank owns a contiguous, tree-aligned run of leaves and hands in the FP32 sum of its subtree; what comes back is the
-    FP32 sum of the whole fixed tree (adjacent pairs, an odd last one passes up), before any rounding.
+    A rank owns a contiguous, tree-aligned run of leaves and hands in the FP32 sum of its subtree; what comes back is
+    the FP32 sum of the whole fixed tree (adjacent pairs, an odd last one passes up), before any rounding.
     """
 
     rank: int

@@ -1,0 +1,291 @@
+"""What a model is: the facts of a Hugging Face `config.json` that decide tensors and arithmetic, read without guessing.
+
+A key that decides bits and is missing, or has a value that the decoder does not compute, raises `ConfigError` with the
+key, the value and the mend, before any weight is read. Keys that only describe training (`attention_dropout`,
+`initializer_range`) are ignored on purpose: nothing here ever drops or initialises anything. Sources: the configuration
+classes of transformers for `llama`, `qwen2` and `qwen3`, in both spellings of the RoPE parameters.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerogap.errors import ConfigError
+from zerogap.numerics import DType, Numerics
+from zerogap.types import WeightSpec
+
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ROPE_KINDS = ("default", "llama3")
+_MISSING = "<missing>"
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding: base `theta`, and for `llama3` the four numbers of its frequency scaling (else unused)."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "RopeSpec":
+        """Read `rope_parameters` (new spelling), or `rope_theta` with `rope_scaling` (old spelling)."""
+        where = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+        table = config.get(where) or {}
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"config.{where}", table, "give a mapping with rope_type")
+        theta = table.get("rope_theta", config.get("rope_theta", _MISSING))
+        if theta == _MISSING:
+            raise ConfigError("config.rope_theta", _MISSING, "add the base of the rotary embedding to config.json")
+        theta = _number("rope_theta", theta)
+        kind = table.get("rope_type", table.get("type", "default"))
+        if kind not in ROPE_KINDS:
+            raise ConfigError(f"config.{where}.rope_type", kind, f"only {', '.join(ROPE_KINDS)} are computed")
+        if _number(f"{where}.partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ConfigError(f"config.{where}.partial_rotary_factor", table["partial_rotary_factor"], "only 1.0 works")
+        if kind == "default":
+            return cls(theta)
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        for key in keys:
+            if key not in table:
+                raise ConfigError(f"config.{where}.{key}", _MISSING, "llama3 scaling needs it")
+        factor, low, high, original = (_number(f"{where}.{key}", table[key]) for key in keys)
+        if not high > low:
+            raise ConfigError(f"config.{where}.high_freq_factor", high, f"choose more than low_freq_factor ({low})")
+        return cls(theta, kind, factor, low, high, int(original))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `rope_scaling` mapping (without theta)."""
+        table: dict[str, Any] = {"rope_type": self.kind}
+        if self.kind == "llama3":
+            table |= {
+                "factor": self.factor,
+                "low_freq_factor": self.low_freq_factor,
+                "high_freq_factor": self.high_freq_factor,
+                "original_max_position_embeddings": self.original_max_position,
+            }
+        return table
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """A dense decoder. Sizes are logical (unsharded); `head_dim` is a multiple of 16."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope: RopeSpec
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    max_position: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError("config.model_type", self.family, f"supported are {', '.join(FAMILIES)}")
+        if self.head_dim % 16:
+            raise ConfigError("config.head_dim", self.head_dim, "the attention kernels need a multiple of 16")
+        if self.num_heads % self.num_kv_heads:
+            mend = f"num_attention_heads ({self.num_heads}) must be a multiple of it"
+            raise ConfigError("config.num_key_value_heads", self.num_kv_heads, mend)
+        for key in ("eos_token_ids", "bos_token_id", "pad_token_id"):
+            value = getattr(self, key)
+            for token in value if isinstance(value, tuple) else (value,):
+                # -1 and ids beyond the vocabulary stand for "none" in some configs; they can never be drawn.
+                if token is not None and not isinstance(token, int):
+                    raise ConfigError(f"config.{key}", value, "give token ids as whole numbers")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelSpec":
+        """Read a `config.json` mapping.
+
+        Raises:
+            ConfigError: a needed key is missing, or asks for something that the decoder does not compute.
+        """
+        family = config.get("model_type", _MISSING)
+        if family not in FAMILIES:
+            raise ConfigError("config.model_type", family, f"supported are {', '.join(FAMILIES)}")
+        _refuse_unsupported(config)
+        hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+        head_dim = config.get("head_dim")
+        if head_dim is not None:
+            head_dim = _whole(config, "head_dim")
+        elif family == "qwen3":  # its default is 128 whatever the hidden size, so absence says nothing
+            raise ConfigError("config.head_dim", _MISSING, "qwen3 models state it; add it to config.json")
+        elif hidden % heads:
+            raise ConfigError("config.hidden_size", hidden, f"not a multiple of num_attention_heads ({heads})")
+        else:
+            head_dim = hidden // heads  # the definition of llama and qwen2, not a guess
+        # Absent means no bias for these families; a bias tensor in the file would be reported as unexpected.
+        bias = _switch(config, "attention_bias", default=False)
+        if family == "qwen2" and "attention_bias" in config and not bias:
+            raise ConfigError("config.attention_bias", False, "qwen2 always has q, k and v biases; remove the key")
+        return cls(
+            family=family,
+            hidden_size=hidden,
+            intermediate_size=_whole(config, "intermediate_size"),
+            num_layers=_whole(config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=_whole(config, "num_key_value_heads"),
+            head_dim=head_dim,
+            vocab_size=_whole(config, "vocab_size"),
+            norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps", _MISSING)),
+            rope=RopeSpec.from_hf(config),
+            tied=_switch(config, "tie_word_embeddings"),
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family != "qwen2",
+            qk_norm=family == "qwen3",
+            max_position=_whole(config, "max_position_embeddings"),
+            eos_token_ids=token_ids(config.get("eos_token_id")),
+            bos_token_id=config.get("bos_token_id"),
+            pad_token_id=config.get("pad_token_id"),
+        )
+
+    def to_hf(self, storage: DType = DType.BF16) -> dict[str, Any]:
+        """A `config.json` mapping that transformers (both spellings of RoPE) and `from_hf` read back to this spec."""
+        dtype = {DType.FP32: "float32", DType.BF16: "bfloat16"}[storage]
+        eos = self.eos_token_ids
+        config: dict[str, Any] = {
+            "architectures": [FAMILIES[self.family]],
+            "model_type": self.family,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": None if self.rope.kind == "default" else self.rope.to_hf(),
+            "rope_parameters": {"rope_theta": self.rope.theta} | self.rope.to_hf(),
+            "tie_word_embeddings": self.tied,
+            "max_position_embeddings": self.max_position,
+            "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+            "bos_token_id": self.bos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": dtype,
+            "dtype": dtype,
+            "use_cache": True,
+        }
+        if self.family != "qwen2":
+            config["attention_bias"] = self.qkv_bias
+        if self.family == "llama":
+            config["mlp_bias"] = False
+        else:
+            config |= {"use_sliding_window": False, "sliding_window": None}
+        return config
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def weight_specs(self, numerics: Numerics) -> dict[str, WeightSpec]:
+        """Every tensor of the checkpoint by its Hugging Face name, in checkpoint-name order (`sorted`).
+
+        A tied head is `model.embed_tokens.weight` itself; there is no `lm_head.weight` then.
+        """
+        hidden, leaf_size = self.hidden_size, numerics.vocab_leaf_size(self.vocab_size)
+        embed = "model.embed_tokens.weight"
+        shape = (self.vocab_size, hidden)
+        specs = [
+            WeightSpec(embed, shape, "embedding", out_leaf_size=leaf_size if self.tied else 0),
+            WeightSpec("model.norm.weight", (hidden,), "vector"),
+        ]
+        if not self.tied:
+            specs.append(WeightSpec("lm_head.weight", shape, "matrix", out_leaf_size=leaf_size))
+        for layer in range(self.num_layers):
+            specs += self._layer_specs(f"model.layers.{layer}.", numerics)
+        return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
+
+    def _layer_specs(self, prefix: str, numerics: Numerics) -> list[WeightSpec]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_leaves = numerics.head_leaves(self.num_heads, self.q_width)
+        kv_leaves = numerics.head_leaves(self.num_kv_heads, self.kv_width)
+        mlp_leaves = numerics.axis_leaves(inner)
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+        specs = [
+            WeightSpec(attn + "q_proj.weight", (self.q_width, hidden), "matrix", out_leaves=q_leaves),
+            WeightSpec(attn + "k_proj.weight", (self.kv_width, hidden), "matrix", out_leaves=kv_leaves),
+            WeightSpec(attn + "v_proj.weight", (self.kv_width, hidden), "matrix", out_leaves=kv_leaves),
+            WeightSpec(attn + "o_proj.weight", (hidden, self.q_width), "matrix", in_leaves=q_leaves),
+            WeightSpec(mlp + "gate_proj.weight", (inner, hidden), "matrix", out_leaves=mlp_leaves),
+            WeightSpec(mlp + "up_proj.weight", (inner, hidden), "matrix", out_leaves=mlp_leaves),
+            WeightSpec(mlp + "down_proj.weight", (hidden, inner), "matrix", in_leaves=mlp_leaves),
+            WeightSpec(prefix + "input_layernorm.weight", (hidden,), "vector"),
+            WeightSpec(prefix + "post_attention_layernorm.weight", (hidden,), "vector"),
+        ]
+        if self.qkv_bias:
+            widths = {"q": self.q_width, "k": self.kv_width, "v": self.kv_width}
+            specs += [WeightSpec(f"{attn}{part}_proj.bias", (width,), "vector") for part, width in widths.items()]
+        if self.o_bias:
+            specs.append(WeightSpec(attn + "o_proj.bias", (hidden,), "vector"))
+        if self.qk_norm:
+            specs += [WeightSpec(f"{attn}{part}_norm.weight", (self.head_dim,), "vector") for part in "qk"]
+        return specs
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """`eos_token_id` of a config, which is null, an id or a list of ids, as a tuple without repeats."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(ids))
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    act = config.get("hidden_act", _MISSING)
+    if act != "silu":
+        raise ConfigError("config.hidden_act", act, "only silu is computed")
+    if _switch(config, "mlp_bias", default=False):
+        raise ConfigError("config.mlp_bias", True, "MLP biases are not computed; choose another model")
+    window = config.get("sliding_window")
+    if _switch(config, "use_sliding_window", default=False) or (
+        window is not None and "use_sliding_window" not in config
+    ):
+        raise ConfigError("config.sliding_window", window, "sliding-window attention is not computed")
+    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        raise ConfigError("config.layer_types", kinds, "only full_attention layers are computed")
+    if config.get("quantization_config") is not None:
+        raise ConfigError("config.quantization_config", "present", "use the unquantised checkpoint")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("config.partial_rotary_factor", config["partial_rotary_factor"], "only 1.0 is computed")
+
+
+def _whole(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key, _MISSING)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.{key}", value, "give a positive whole number in config.json")
+    return value
+
+
+def _number(key: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"config.{key}", value, "give a positive number in config.json")
+    return float(value)
+
+
+def _switch(config: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
+    value = config.get(key, _MISSING if default is None else default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.{key}", value, "give true or false in config.json")
+    return value

@@ -1,0 +1,79 @@
+// Matrix products: y = x W^T + b, its input gradient and its weight gradient (docs/numerics.md, "matrix product").
+#pragma once
+#include "team.h"
+
+namespace zg {
+
+// Columns of a packed panel. A panel holds 64 output columns for the whole reduced axis:
+//   BF16: [ceil(reduce / 2)][64][2]  (pairs along the reduced axis; an odd tail is a zero)
+//   FP32: [reduce][64]
+// The last panel's missing columns are zero. A packed weight is [ceil(width / 64)] panels.
+constexpr int PANEL = 64;
+
+struct ProductSegment {
+    const void* x;       // [rows, reduce] storage dtype, contiguous
+    const void* panels;  // packed [width, reduce]
+    const void* bias;    // storage dtype [width], or null; added in FP32 before the rounding
+    void* out;           // [rows, width]; ignored but in segment 0 where segments are summed
+    int64_t width, reduce;
+    int64_t leaf_size;   // elements of the reduced axis per leaf (the last may be ragged); 0 means one leaf
+};
+
+enum ProductMode : int32_t {
+    CONCATENATE = 0,  // segment s writes its own out_s (forward of fused projections)
+    CHAIN = 1,        // one output; in each leaf one accumulator runs segment 0's slice, then segment 1's, ...; then the tree
+    TREES = 2,        // one output; each segment's tree is finished, then they are added FP32 in order
+};
+
+struct ProductArgs {
+    int64_t rows;
+    int32_t num_segments, mode;
+    int32_t storage;   // 0 FP32, 1 BF16: x, panels, bias
+    int32_t out_fp32;  // 1: out is FP32 and unrounded (logits, subtree sums of a split layout)
+    ProductSegment segment[4];
+};
+void run_product(const void* args, Team& team);
+
+// acc[n, k] (FP32) += for each block of 128 rows of each pack, ascending: sum over its rows, ascending from +0, of
+// dy[t, n] * x[t, k] with the multiply-add primitive over row pairs (2i, 2i + 1) of the block.
+struct WeightGradArgs {
+    int64_t rows;
+    const void *dy, *x;         // [rows, n], [rows, k] storage dtype
+    const int32_t* pack_starts;  // [num_packs + 1]
+    int64_t num_packs, n, k;
+    float* acc;
+    int32_t storage;
+};
+void run_weight_grad(const void* args, Team& team);
+
+// acc[n] += for each block of 128 rows of each pack: sum over its rows, ascending from +0, of dy[t, n] (bias gradient).
+struct ColumnGradArgs {
+    int64_t rows;
+    const void* dy;
+    const int32_t* pack_starts;
+    int64_t num_packs, n;
+    float* acc;
+    int32_t storage;
+};
+void run_column_grad(const void* args, Team& team);
+
+// Packs row-major source [rows, k] (FP32 masters are rounded) into forward panels (width = rows, reduce = k) and, where
+// `transposed` is given, into the panels of the input gradient (width = k, reduce = rows).
+struct PackArgs {
+    int64_t rows, k;
+    const void* source;
+    int32_t source_fp32, storage;
+    void *panels, *transposed;  // either may be null
+};
+void run_pack(const void* args, Team& team);
+
+// Forward panels back to row-major [rows, k] in the storage dtype.
+struct UnpackArgs {
+    int64_t rows, k;
+    const void* panels;
+    void* out;
+    int32_t storage;
+};
+void run_unpack(const void* args, Team& team);
+
+}  // namespace zg

@@ -1,0 +1,15 @@
+// Every op of this build, by name. The order is of no account: ops/cpu/library.py asks for names and sizes.
+#include "product.h"
+
+namespace zg {
+
+const OpEntry OPS[] = {
+    {"product", run_product, sizeof(ProductArgs)},
+    {"weight_grad", run_weight_grad, sizeof(WeightGradArgs)},
+    {"column_grad", run_column_grad, sizeof(ColumnGradArgs)},
+    {"pack", run_pack, sizeof(PackArgs)},
+    {"unpack", run_unpack, sizeof(UnpackArgs)},
+};
+const int NUM_OPS = sizeof(OPS) / sizeof(OPS[0]);
+
+}  // namespace zg

@@ -1,0 +1,241 @@
+// Thread team: persistent workers, spin-then-futex barriers, and the runner of command lists.
+#include "team.h"
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <pthread.h>
+#include <sched.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+namespace zg {
+namespace {
+
+constexpr int MAX_THREADS = 256;
+constexpr int SPINS = 2000;  // about 40 microseconds
+
+inline void relax() {
+#if defined(__SSE2__)
+    _mm_pause();
+#else
+    sched_yield();
+#endif
+}
+
+// Sleep while *word == seen; wake-ups may be spurious.
+inline void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+    (void)word; (void)seen; sched_yield();
+#endif
+}
+inline void wake_all(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, MAX_THREADS, nullptr, nullptr, 0);
+#else
+    (void)word;
+#endif
+}
+
+// A counter that threads wait on: bumped by one, with a wake-up only when somebody sleeps.
+struct Gate {
+    std::atomic<uint32_t> generation{0};
+    std::atomic<int32_t> sleepers{0};
+    void open() {
+        generation.fetch_add(1);
+        if (sleepers.load()) wake_all(generation);
+    }
+    void wait_past(uint32_t seen) {
+        for (int i = 0; i < SPINS; i++) {
+            if (generation.load(std::memory_order_acquire) != seen) return;
+            relax();
+        }
+        sleepers.fetch_add(1);
+        while (generation.load() == seen) sleep_on(generation, seen);
+        sleepers.fetch_sub(1);
+    }
+};
+
+}  // namespace
+
+struct Barrier {
+    std::atomic<int32_t> arrived{0};
+    Gate gate;
+};
+
+void Team::barrier() {
+    if (size == 1) return;
+    uint32_t seen = shared->gate.generation.load();
+    if (shared->arrived.fetch_add(1) + 1 == size) {
+        shared->arrived.store(0);
+        shared->gate.open();
+    } else {
+        shared->gate.wait_past(seen);
+    }
+}
+
+void* Team::scratch_bytes(int64_t bytes) {
+    if (bytes > scratch_size) {
+        free(scratch);
+        scratch_size = (bytes + 4095) / 4096 * 4096;
+        scratch = static_cast<char*>(aligned_alloc(64, scratch_size));
+        if (!scratch) abort();
+    }
+    return scratch;
+}
+
+namespace {
+
+// Flush-to-zero and denormals-are-zero for the duration of a run.
+struct FlushSubnormals {
+#if defined(__SSE2__)
+    unsigned saved = _mm_getcsr();
+    FlushSubnormals() { _mm_setcsr(saved | 0x8040); }
+    ~FlushSubnormals() { _mm_setcsr(saved); }
+#endif
+};
+
+struct Job {
+    const Command* commands;
+    int32_t count;
+    const int64_t* symbols;
+    int size;
+    Counters* counters;
+};
+
+struct Pool {
+    std::mutex callers;  // one run at a time
+    Barrier barrier;  // of the ranks that run the job
+    Barrier finish;   // of all workers and the caller, idle ones included
+    Gate start;
+    Job job{};
+    int workers = 0;
+    pid_t owner = 0;  // workers do not survive fork()
+    Team caller{};
+};
+Pool* pool = new Pool;  // never destroyed: workers outlive static destruction
+
+void execute(const Job& job, Team& team) {
+    FlushSubnormals flush;
+    alignas(8) unsigned char args[sizeof(Command::args)];
+    for (int32_t i = 0; i < job.count; i++) {
+        const Command& command = job.commands[i];
+        team.counters = job.counters + i;
+        const void* ready = command.args;
+        if (command.rows_from >= 0) {
+            __builtin_memcpy(args, command.args, sizeof(args));
+            __builtin_memcpy(args, &job.symbols[command.rows_from], sizeof(int64_t));
+            ready = args;
+        }
+        OPS[command.op].run(ready, team);
+        team.barrier();
+    }
+}
+
+struct Start { Pool* pool; int rank; uint32_t seen; };
+
+void* worker(void* given) {
+    Start start = *static_cast<Start*>(given);
+    delete static_cast<Start*>(given);
+    Team team{};
+    team.rank = start.rank;
+    team.shared = &start.pool->barrier;
+    for (uint32_t seen = start.seen;; seen++) {
+        start.pool->start.wait_past(seen);
+        Job job = start.pool->job;
+        team.size = job.size;
+        if (start.rank < job.size) execute(job, team);
+        // Idle ranks leave at once; the caller waits below until all have passed this point.
+        if (start.pool->finish.arrived.fetch_add(1) + 1 == start.pool->workers + 1) {
+            start.pool->finish.arrived.store(0);
+            start.pool->finish.gate.open();
+        }
+    }
+    return nullptr;
+}
+
+bool grow(Pool* p, int threads) {
+    while (p->workers < threads - 1) {
+        Start* start = new Start{p, p->workers + 1, p->start.generation.load()};
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        pthread_t id;
+        int error = pthread_create(&id, &attributes, worker, start);
+        pthread_attr_destroy(&attributes);
+        if (error) { delete start; return false; }
+        p->workers++;
+    }
+    return true;
+}
+
+}  // namespace
+}  // namespace zg
+
+using namespace zg;
+
+extern "C" {
+
+int32_t zg_num_ops() { return NUM_OPS; }
+const char* zg_op_name(int32_t op) { return OPS[op].name; }
+int64_t zg_op_args_size(int32_t op) { return OPS[op].args_size; }
+const char* zg_build_id() { return ZG_BUILD_ID; }
+const char* zg_isa() { return ZG_ISA_NAME; }
+
+// True if this processor runs the build whose file name says `isa`. Only asked of the portable build.
+int32_t zg_supports(const char* isa) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(isa, "avx512bf16"))
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+    if (!strcmp(isa, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return !strcmp(isa, "portable");
+}
+
+// Runs `count` commands with `threads` threads. Returns 0, or 1 where threads could not be started, 2 out of memory.
+int32_t zg_run(const Command* commands, int32_t count, const int64_t* symbols, int32_t threads) {
+    if (threads < 1) threads = 1;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    if (pool->owner != getpid()) {  // first use, or a forked child: start over with fresh workers
+        pool = new Pool;
+        pool->owner = getpid();
+    }
+    Pool* p = pool;
+    std::lock_guard<std::mutex> lock(p->callers);
+    if (!grow(p, threads)) return 1;
+    Counters* counters = static_cast<Counters*>(aligned_alloc(64, sizeof(Counters) * count));
+    if (!counters) return 2;
+    memset(counters, 0, sizeof(Counters) * count);
+    Job job{commands, count, symbols, threads, counters};
+    Team& team = p->caller;
+    team.rank = 0;
+    team.size = threads;
+    team.shared = &p->barrier;
+    if (threads == 1) {
+        execute(job, team);
+    } else {
+        p->job = job;
+        p->start.open();
+        execute(job, team);
+        uint32_t seen = p->finish.gate.generation.load();
+        if (p->finish.arrived.fetch_add(1) + 1 == p->workers + 1) {
+            p->finish.arrived.store(0);
+            p->finish.gate.open();
+        } else {
+            p->finish.gate.wait_past(seen);
+        }
+    }
+    free(counters);
+    return 0;
+}
+
+}  // extern "C"

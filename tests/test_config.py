@@ -1,0 +1,137 @@
+"""The recipe: what is refused, in which words, and that every field is documented and changeable."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from zerogap.config import RunConfig, apply_overrides, iter_fields, load_config
+from zerogap.errors import ConfigError
+from zerogap.numerics import DType
+
+MINIMAL = {"model": "m", "data": {"train": "multiplication"}, "optimizer": {"max_steps": 10}}
+
+
+def test_importable_without_torch():
+    code = "import zerogap.config, sys; assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_field_is_documented_and_there_are_fewer_than_80():
+    fields = list(iter_fields())
+    assert all(len(text) > 3 for _, _, text in fields), [k for k, _, t in fields if len(t) <= 3]
+    assert len(fields) < 80
+
+
+CHANGED = {
+    "model": "x", "trainable": ["last:2"], "numerics": "fp32", "data.train": "a.jsonl", "data.eval": "b.jsonl",
+    "data.task": {"a": 1}, "data.size": 7, "data.prompt_column": "p", "data.answer_column": "a", "data.system": "s",
+    "data.instruction": "i", "data.max_prompt_length": 9, "data.shuffle": False, "reward.functions": ["m:f"],
+    "reward.weights": [2.0], "rollout.prompts_per_step": 2, "rollout.num_generations": 3,
+    "rollout.max_completion_length": 5, "rollout.temperature": 0.6, "rollout.top_k": 5, "rollout.top_p": 0.9,
+    "rollout.min_p": 0.1, "rollout.stop": ["\n"], "rollout.page_size": 64, "rollout.kv_cache_memory": 0.5,
+    "rollout.max_batch_tokens": 100, "rollout.max_sequences": 4, "rollout.prefix_cache": False,
+    "algorithm.loss_type": "grpo", "algorithm.scale_rewards": "none", "algorithm.epsilon": 0.1,
+    "algorithm.epsilon_high": 0.28, "algorithm.beta": 0.04, "algorithm.kl_estimator": "k1",
+    "algorithm.entropy_coef": 0.01, "algorithm.num_iterations": 2, "algorithm.mask_truncated_completions": True,
+    "optimizer.max_steps": 3, "optimizer.learning_rate": 1e-5, "optimizer.lr_scheduler_type": "cosine",
+    "optimizer.warmup_steps": 2, "optimizer.weight_decay": 0.1, "optimizer.max_grad_norm": 0.0,
+    "optimizer.betas": [0.8, 0.95], "optimizer.eps": 1e-6, "optimizer.micro_batch_tokens": 2048,
+    "optimizer.activation_recompute": True, "parity.on_mismatch": "warn", "eval.every": 5, "eval.num_prompts": 3,
+    "eval.num_samples": 4, "eval.temperature": 0.7, "eval.pass_k": [1, 2], "checkpoint.every": 4, "checkpoint.keep": 1,
+    "logging.tensorboard": False, "logging.completions": 1, "logging.audit_every": 2, "seed": 3, "output_dir": "o",
+}  # fmt: skip
+
+
+def test_every_field_is_read():
+    assert set(CHANGED) == {key for key, _, _ in iter_fields()}
+    config = load_config(MINIMAL, [f"{key}={json.dumps(value)}" for key, value in CHANGED.items()])
+    for key, value in CHANGED.items():
+        node = config
+        for part in key.split("."):
+            node = getattr(node, part)
+        assert (list(node) if isinstance(node, tuple) else node) == value, key
+
+
+def test_round_trip_and_frozen():
+    config = load_config(MINIMAL, ["numerics.max_leaves=4", "optimizer.learning_rate=2e-5", "rollout.stop=[a, b]"])
+    assert load_config(yaml.safe_load(config.to_yaml())) == config
+    assert config.optimizer.learning_rate == 2e-5
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 1  # type: ignore[misc]
+
+
+def test_numerics_overrides():
+    config = load_config({**MINIMAL, "numerics": {"preset": "bf16", "kv": "fp32", "grad_bins": 8}})
+    assert (config.contract().kv, config.contract().grad_bins) == (DType.FP32, 8)
+    assert load_config(MINIMAL).contract().name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.num_generations=1", ["rollout.num_generations", "1", "2 or more"]),
+        ("rollout.temperature=0", ["rollout.temperature", "0.0", "0.001 or more"]),
+        ("rollout.temperature=.nan", ["rollout.temperature", "nan", "finite"]),
+        ("rollout.page_size=20", ["rollout.page_size", "20", "multiple of 16"]),
+        ("rollout.max_batch_tokens=8", ["rollout.max_batch_tokens", "8", "max_sequences (64)"]),
+        ("rollout.top_p=0", ["rollout.top_p", "0", "greater than 0"]),
+        ("algorithm.loss_type=ppo", ["algorithm.loss_type", "ppo", "'dapo', 'grpo', 'dr_grpo'"]),
+        ("algorithm.epsilon=1", ["algorithm.epsilon", "1.0", "below 1"]),
+        ("algorithm.beta=-1", ["algorithm.beta", "-1", "greater than or equal to 0"]),
+        ("learning_rate=1", ["learning_rate", "did you mean optimizer.learning_rate?"]),
+        ("optimizer.learnin_rate=1", ["optimizer.learnin_rate", "did you mean optimizer.learning_rate?"]),
+        ("optimizer.max_steps=1.5", ["optimizer.max_steps", "1.5", "integer"]),
+        ("optimizer.warmup_steps=11", ["optimizer.warmup_steps", "11", "10 updates"]),
+        ("optimizer.micro_batch_tokens=100", ["optimizer.micro_batch_tokens", "numerics.pack_tokens (1024)"]),
+        ("reward.weights=[1, 2]", ["reward.weights", "[1.0, 2.0]", "give 1, one per function"]),
+        ("reward.functions=task", ["reward.functions", "task", "reasoning_gym"]),
+        ("eval.pass_k=[4]", ["eval.pass_k", "[4]", "num_samples (1)"]),
+        ("eval.num_samples=2", ["eval.num_samples", "2", "temperature above 0"]),
+        ("numerics=int3", ["numerics", "int3", "fp32, bf16"]),
+        ("numerics.kv=fp7", ["numerics.kv", "fp7", "fp32, bf16"]),
+        ("numerics.max_leaves=3", ["numerics.max_leaves", "3", "1, 2, 4 or 8"]),
+        ("numerics.kv_split=a", ["numerics.kv_split", "a", "whole number"]),
+        ("numerics.colour=1", ["numerics.colour", "no such field"]),
+        ("seed=-1", ["seed", "-1"]),
+        ("seed", ["override", "section.key=value"]),
+        ("model.name=a", ["model.name", "model is a value"]),
+        ("rollout.stop=[a", ["rollout.stop", "not valid YAML"]),
+    ],
+)
+def test_refused_with_key_value_and_mend(override, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(MINIMAL, [override])
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: m\nmodel: n\n", ["'model' twice"]),
+        ("- a\n", ["a recipe is a mapping"]),
+        ("", ["a recipe is a mapping"]),
+        ("model: m\noptimizer: {max_steps: 1}\n", ["data", "must be given"]),
+        ("1: m\n", ["key 1 is not a word"]),
+    ],
+)
+def test_malformed_files_are_named(tmp_path, text, words):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_overrides_leave_the_tree_alone():
+    tree = {"a": {"b": 1}}
+    assert apply_overrides(tree, ["a.b=2", "a.c=null"]) == {"a": {"b": 2, "c": None}}
+    assert tree == {"a": {"b": 1}}
+
+
+def test_schema_has_no_free_sections():
+    assert RunConfig.model_json_schema()["additionalProperties"] is False

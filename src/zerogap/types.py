@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from zerogap.errors import ConfigError
-from zerogap.numerics import DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,6 +438,8 @@ class WeightSpec:
         in_leaves: leaves of the forward reduction over the input axis (o_proj, down_proj; 1 elsewhere).
         out_leaves: leaves of the input gradient's reduction over the output axis (q, k, v, gate, up; 1 elsewhere).
         out_leaf_size: for the head: entries per vocabulary leaf (0 elsewhere).
+        head_leaves: for query/key norm weights: leaves of the gradient's sum over heads, so that its accumulator is
+            [head_leaves, head_dim] (0 elsewhere).
     """
 
     name: str
@@ -447,6 +448,7 @@ class WeightSpec:
     in_leaves: int = 1
     out_leaves: int = 1
     out_leaf_size: int = 0
+    head_leaves: int = 0
 
     def __post_init__(self) -> None:
         assert self.kind in ("matrix", "embedding", "vector"), f"{self.name}: unknown kind {self.kind!r}"
@@ -481,5 +483,3 @@ def select_trainable(names: Iterable[str], patterns: Sequence[str], num_layers: 
         chosen |= hits
     return chosen
 
-
-TORCH_DTYPES = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16}

@@ -239,7 +239,9 @@ class ModelSpec:
         if self.o_bias:
             specs.append(WeightSpec(attn + "o_proj.bias", (hidden,), "vector"))
         if self.qk_norm:
-            specs += [WeightSpec(f"{attn}{part}_norm.weight", (self.head_dim,), "vector") for part in "qk"]
+            leaves = {"q": q_leaves, "k": kv_leaves}
+            shape = (self.head_dim,)
+            specs += [WeightSpec(f"{attn}{p}_norm.weight", shape, "vector", head_leaves=leaves[p]) for p in "qk"]
         return specs
 
 

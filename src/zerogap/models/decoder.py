@@ -1,0 +1,186 @@
+"""The one forward. Rollout engine and trainer call the same `Decoder` with an explicit `ForwardContext`; the trainer's
+context has an identity page table, and autograd records its ops. Nothing else differs, so nothing else can.
+
+Families differ by data only (`ModelSpec`): biases, query/key norm, tied head, RoPE scaling.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from zerogap.errors import CheckpointError
+from zerogap.layers.attention import Attention, AttentionSizes
+from zerogap.layers.block import Block
+from zerogap.layers.mlp import GatedMLP
+from zerogap.models.spec import ModelSpec
+from zerogap.numerics import Numerics
+from zerogap.ops import backend
+from zerogap.ops.digest import digest
+from zerogap.ops.embedding import embedding, gather_rows
+from zerogap.ops.gemm import head_logits
+from zerogap.ops.handle import WeightHandle
+from zerogap.ops.kv import DenseCodec
+from zerogap.ops.norm import rms_norm
+from zerogap.ops.rope import rope_table
+from zerogap.types import LOCAL, Exchange, ForwardContext, KVCodec, LayerKV, select_trainable
+
+BlockRunner = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def call_block(block: Block, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain way to run a block; a trainer may pass one that recomputes activations in its backward."""
+    return block(*args)  # type: ignore[arg-type]
+
+
+class Decoder:
+    """A dense decoder-only language model over weight handles.
+
+    Attributes:
+        spec, numerics, identity: what it is, by which contract, and who computes it.
+        weights: checkpoint name -> handle, in checkpoint-name order.
+        version: weight version; the trainer adds one per optimizer step.
+    """
+
+    def __init__(self, spec: ModelSpec, numerics: Numerics, *, max_positions: int | None = None) -> None:
+        """Unloaded weights; `load` fills them.
+
+        Args:
+            max_positions: longest sequence to serve (sizes the RoPE table); default and upper bound: the model's own.
+        """
+        self.spec, self.numerics = spec, numerics
+        self.identity = backend.identity(numerics)
+        self.version = 0
+        self.exchange: Exchange = LOCAL
+        self.max_positions = min(max_positions or spec.max_position, spec.max_position)
+        storage = backend.TORCH_DTYPES[numerics.storage]
+        self.weights = {name: WeightHandle(ws, storage) for name, ws in spec.weight_specs(numerics).items()}
+        self.rope_table = rope_table(spec.rope, spec.head_dim, self.max_positions)
+        self.blocks = [self._block(f"model.layers.{i}.") for i in range(spec.num_layers)]
+        self.embed = self.weights["model.embed_tokens.weight"]
+        self.head = self.embed if spec.tied else self.weights["lm_head.weight"]
+        self.final_norm = self.weights["model.norm.weight"]
+
+    def _block(self, prefix: str) -> Block:
+        spec, numerics = self.spec, self.numerics
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+
+        def need(name: str) -> WeightHandle:
+            return self.weights[name]
+
+        sizes = AttentionSizes(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            norm_eps=spec.norm_eps,
+            kv_split=numerics.kv_split,
+            leaves=numerics.head_leaves(spec.num_heads, spec.q_width),
+            kv_leaves=numerics.head_leaves(spec.num_kv_heads, spec.kv_width),
+        )
+        attention = Attention(
+            sizes=sizes,
+            projections=(need(attn + "q_proj.weight"), need(attn + "k_proj.weight"), need(attn + "v_proj.weight")),
+            biases=(
+                self.weights.get(attn + "q_proj.bias"),
+                self.weights.get(attn + "k_proj.bias"),
+                self.weights.get(attn + "v_proj.bias"),
+            ),
+            output=need(attn + "o_proj.weight"),
+            output_bias=self.weights.get(attn + "o_proj.bias"),
+            query_norm=self.weights.get(attn + "q_norm.weight"),
+            key_norm=self.weights.get(attn + "k_norm.weight"),
+            exchange=self.exchange,
+        )
+        gated = GatedMLP(
+            need(mlp + "gate_proj.weight"), need(mlp + "up_proj.weight"), need(mlp + "down_proj.weight"), self.exchange
+        )
+        return Block(
+            need(prefix + "input_layernorm.weight"),
+            attention,
+            need(prefix + "post_attention_layernorm.weight"),
+            gated,
+            spec.norm_eps,
+        )
+
+    # ---- weights
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Decoder":
+        """Fill every weight from (checkpoint name, tensor) pairs; returns self.
+
+        Raises:
+            CheckpointError: names missing or unexpected, or a shape that does not fit the config.
+        """
+        seen: set[str] = set()
+        for name, tensor in tensors:
+            if name not in self.weights:
+                raise CheckpointError(f"unexpected tensor {name} {tuple(tensor.shape)}: the config does not imply it")
+            self.weights[name].load(tensor)
+            seen.add(name)
+        missing = sorted(set(self.weights) - seen)
+        if missing:
+            raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+        return self
+
+    def set_trainable(self, patterns: Sequence[str]) -> list[str]:
+        """Train the tensors that match (`types.select_trainable`); returns their names in checkpoint-name order."""
+        chosen = select_trainable(self.weights, patterns, self.spec.num_layers)
+        for name, handle in self.weights.items():
+            handle.set_trainable(name in chosen)
+        first = min((self._depth(name) for name in chosen), default=self.spec.num_layers + 1)
+        for name, handle in self.weights.items():
+            if self._depth(name) >= first or handle is self.head:
+                handle.enable_input_grad()
+        return sorted(chosen)
+
+    def _depth(self, name: str) -> int:
+        """0 for the embedding, 1.. for layers, last for final norm and head."""
+        parts = name.split(".")
+        if parts[1] == "layers":
+            return 1 + int(parts[2])
+        return 0 if parts[1] == "embed_tokens" else self.spec.num_layers + 1
+
+    def digests(self) -> dict[str, str]:
+        """Digest of every published weight and of the RoPE buffer, by name."""
+        return {name: h.digest() for name, h in self.weights.items()} | {"rope_table": digest(self.rope_table)}
+
+    # ---- KV
+
+    def codec(self) -> KVCodec:
+        """How keys and values of this model stand in pages, by the contract."""
+        return DenseCodec(self.spec.num_kv_heads, self.spec.head_dim, self.numerics.kv)
+
+    def new_kv(self, num_pages: int, page_size: int) -> list[LayerKV]:
+        """Zeroed pages for every layer."""
+        codec = self.codec()
+        return [codec.allocate(num_pages, page_size) for _ in self.blocks]
+
+    # ---- forward
+
+    def hidden(
+        self,
+        ids_T: torch.Tensor,
+        context: ForwardContext,
+        kv: Sequence[LayerKV],
+        run_block: BlockRunner = call_block,
+    ) -> torch.Tensor:
+        """Final-normed hidden states.
+
+        Args:
+            ids_T: int64 [T] token ids.
+            context: positions, pages and, for a trainer, sample and pack borders.
+            kv: one `LayerKV` per layer (a trainer may pass the same scratch pages for each).
+
+        Returns:
+            [R, H] storage dtype: the rows of `context.output_rows`, or all T.
+        """
+        residual_TH = embedding(ids_T, self.embed, context)
+        update_TH: torch.Tensor | None = None
+        for block, layer_kv in zip(self.blocks, kv, strict=True):
+            residual_TH, update_TH = run_block(block, residual_TH, update_TH, self.rope_table, layer_kv, context)
+        _, hidden_TH = rms_norm(residual_TH, update_TH, self.final_norm, self.spec.norm_eps, context)
+        if context.output_rows is None:
+            return hidden_TH
+        return gather_rows(hidden_TH, context.output_rows)
+
+    def logits(self, ids_T: torch.Tensor, context: ForwardContext, kv: Sequence[LayerKV]) -> torch.Tensor:
+        """FP32 logits [R, V] of `hidden`, never rounded."""
+        return head_logits(self.hidden(ids_T, context, kv), self.head)

@@ -49,27 +49,39 @@ class DataConfig(Section):
         description="what to train on: a path to a .jsonl file, `multiplication`, `largest_of_three`, or "
         "`reasoning_gym:NAME`. Paths are relative to the working directory"
     )
-    eval: str | None = Field(None, description="a .jsonl file of held-out rows; null: the task's own held-out split")
-    task: dict[str, Any] = Field({}, description="settings of a reasoning-gym task, as that task names them")
-    size: Positive = Field(2000, description="problems drawn from a reasoning-gym task, held-out ones included")
-    prompt_column: str | None = Field(None, description="column with the prompt; null: recognise it by its name")
-    answer_column: str | None = Field(None, description="column with the answer; null: recognise it by its name")
-    system: str | None = Field(None, description="system message put before every prompt that has none")
-    instruction: str | None = Field(None, description="text added, after a blank line, to the last user message")
-    max_prompt_length: Positive = Field(512, description="tokens; rows with a longer prompt are left out and counted")
-    shuffle: bool = Field(True, description="a new order of rows in each epoch, from (seed, epoch); false: file order")
+    eval: str | None = Field(
+        default=None, description="a .jsonl file of held-out rows; null: the task's own held-out split"
+    )
+    task: dict[str, Any] = Field(default={}, description="settings of a reasoning-gym task, as that task names them")
+    size: Positive = Field(default=2000, description="problems drawn from a reasoning-gym task, held-out ones included")
+    prompt_column: str | None = Field(
+        default=None, description="column with the prompt; null: recognise it by its name"
+    )
+    answer_column: str | None = Field(
+        default=None, description="column with the answer; null: recognise it by its name"
+    )
+    system: str | None = Field(default=None, description="system message put before every prompt that has none")
+    instruction: str | None = Field(
+        default=None, description="text added, after a blank line, to the last user message"
+    )
+    max_prompt_length: Positive = Field(
+        default=512, description="tokens; rows with a longer prompt are left out and counted"
+    )
+    shuffle: bool = Field(
+        default=True, description="a new order of rows in each epoch, from (seed, epoch); false: file order"
+    )
 
 
 class RewardConfig(Section):
     """How completions are scored."""
 
     functions: Names = Field(
-        ("number_match",),
+        default=("number_match",),
         min_length=1,
         description="reward functions: `number_match`, `task` (the scorer of a reasoning-gym task), "
         "`module:function` or `path/to/file.py:function`, with TRL's signature",
     )
-    weights: tuple[float, ...] | None = Field(None, description="one factor per function; null: all 1")
+    weights: tuple[float, ...] | None = Field(default=None, description="one factor per function; null: all 1")
 
     @pydantic.model_validator(mode="after")
     def _one_weight_each(self) -> "RewardConfig":
@@ -81,19 +93,33 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """How completions are sampled, and the memory the engine may use."""
 
-    prompts_per_step: Positive = Field(8, description="prompts per step; each is completed num_generations times")
-    num_generations: Positive = Field(8, description="completions per prompt: the group that advantages compare")
-    max_completion_length: Positive = Field(256, description="tokens; a completion that reaches it is truncated")
-    temperature: float = Field(1.0, description="logits are divided by it, in rollout and training alike")
-    top_k: Count = Field(0, description="keep the k likeliest ids; 0: all")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="keep the likeliest ids of this mass")
-    min_p: Fraction01 = Field(0.0, description="keep ids of at least this share of the likeliest id's probability")
-    stop: Names = Field((), description="strings that end a completion; end-of-sequence ids always do")
-    page_size: Positive = Field(16, description="tokens per page of the KV cache, a multiple of 16; changes no bit")
-    kv_cache_memory: Annotated[float, Field(gt=0.0)] = Field(1.0, description="GiB for the KV cache; changes no bit")
-    max_batch_tokens: Positive = Field(1024, description="most tokens of one forward pass; changes no bit")
-    max_sequences: Positive = Field(64, description="most sequences that are decoded together; changes no bit")
-    prefix_cache: bool = Field(True, description="reuse the KV of shared prompt beginnings; changes no bit")
+    prompts_per_step: Positive = Field(
+        default=8, description="prompts per step; each is completed num_generations times"
+    )
+    num_generations: Positive = Field(
+        default=8, description="completions per prompt: the group that advantages compare"
+    )
+    max_completion_length: Positive = Field(
+        default=256, description="tokens; a completion that reaches it is truncated"
+    )
+    temperature: float = Field(default=1.0, description="logits are divided by it, in rollout and training alike")
+    top_k: Count = Field(default=0, description="keep the k likeliest ids; 0: all")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=1.0, description="keep the likeliest ids of this mass"
+    )
+    min_p: Fraction01 = Field(
+        default=0.0, description="keep ids of at least this share of the likeliest id's probability"
+    )
+    stop: Names = Field(default=(), description="strings that end a completion; end-of-sequence ids always do")
+    page_size: Positive = Field(
+        default=16, description="tokens per page of the KV cache, a multiple of 16; changes no bit"
+    )
+    kv_cache_memory: Annotated[float, Field(gt=0.0)] = Field(
+        default=1.0, description="GiB for the KV cache; changes no bit"
+    )
+    max_batch_tokens: Positive = Field(default=1024, description="most tokens of one forward pass; changes no bit")
+    max_sequences: Positive = Field(default=64, description="most sequences that are decoded together; changes no bit")
+    prefix_cache: bool = Field(default=True, description="reuse the KV of shared prompt beginnings; changes no bit")
 
     @pydantic.model_validator(mode="after")
     def _can_be_honoured(self) -> "RolloutConfig":
@@ -120,21 +146,28 @@ class AlgorithmConfig(Section):
     """How rewards become a loss."""
 
     loss_type: Literal["dapo", "grpo", "dr_grpo", "sequence_sum"] = Field(
-        "dapo",
+        default="dapo",
         description="how per-token losses are joined: `dapo` mean over the batch's tokens; `grpo` mean of each "
         "sequence's mean; `dr_grpo` sum over sequences x max_completion_length; `sequence_sum` mean of sequence sums",
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        "group", description="divide centred rewards by the standard deviation of their group, of the batch, or not"
+        default="group",
+        description="divide centred rewards by the standard deviation of their group, of the batch, or not",
     )
-    epsilon: NonNegative = Field(0.2, description="the probability ratio is clipped below at 1 - epsilon")
-    epsilon_high: NonNegative | None = Field(None, description="... and above at 1 + epsilon_high; null: epsilon")
-    beta: NonNegative = Field(0.0, description="weight of the KL to the initial model; 0: no reference model is kept")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token KL estimate that beta multiplies")
-    entropy_coef: float = Field(0.0, description="weight of the entropy, subtracted from the loss")
-    num_iterations: Positive = Field(1, description="optimizer updates on each batch of completions")
+    epsilon: NonNegative = Field(default=0.2, description="the probability ratio is clipped below at 1 - epsilon")
+    epsilon_high: NonNegative | None = Field(
+        default=None, description="... and above at 1 + epsilon_high; null: epsilon"
+    )
+    beta: NonNegative = Field(
+        default=0.0, description="weight of the KL to the initial model; 0: no reference model is kept"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="per-token KL estimate that beta multiplies"
+    )
+    entropy_coef: float = Field(default=0.0, description="weight of the entropy, subtracted from the loss")
+    num_iterations: Positive = Field(default=1, description="optimizer updates on each batch of completions")
     mask_truncated_completions: bool = Field(
-        False, description="leave completions that reached max_completion_length out of the loss"
+        default=False, description="leave completions that reached max_completion_length out of the loss"
     )
 
     @pydantic.model_validator(mode="after")
@@ -153,39 +186,47 @@ class OptimizerConfig(Section):
     """AdamW, its schedule, and how a step is cut into passes."""
 
     max_steps: Positive = Field(description="steps of the run; each step samples once and updates num_iterations times")
-    learning_rate: NonNegative = Field(1e-6, description="peak learning rate")
+    learning_rate: NonNegative = Field(default=1e-6, description="peak learning rate")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="course after warm-up: constant, or falling to 0 at the last update"
+        default="constant", description="course after warm-up: constant, or falling to 0 at the last update"
     )
-    warmup_steps: Count = Field(0, description="updates over which the learning rate rises linearly from 0")
-    weight_decay: NonNegative = Field(0.0, description="decoupled weight decay (matrices only)")
-    max_grad_norm: NonNegative = Field(1.0, description="gradients are scaled down to this global norm; 0: never")
+    warmup_steps: Count = Field(default=0, description="updates over which the learning rate rises linearly from 0")
+    weight_decay: NonNegative = Field(default=0.0, description="decoupled weight decay (matrices only)")
+    max_grad_norm: NonNegative = Field(
+        default=1.0, description="gradients are scaled down to this global norm; 0: never"
+    )
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
-        (0.9, 0.999), description="decay of AdamW's first and second moments"
+        default=(0.9, 0.999), description="decay of AdamW's first and second moments"
     )
-    eps: Annotated[float, Field(gt=0.0)] = Field(1e-8, description="added to AdamW's denominator")
+    eps: Annotated[float, Field(gt=0.0)] = Field(default=1e-8, description="added to AdamW's denominator")
     micro_batch_tokens: Positive = Field(
-        4096, description="most tokens of one forward and backward pass; bounds memory, changes no bit"
+        default=4096, description="most tokens of one forward and backward pass; bounds memory, changes no bit"
     )
     activation_recompute: bool = Field(
-        False, description="recompute activations in the backward pass; saves memory, changes no bit"
+        default=False, description="recompute activations in the backward pass; saves memory, changes no bit"
     )
 
 
 class ParityConfig(Section):
     """What happens when log-probs of rollout and trainer differ although they must not."""
 
-    on_mismatch: Literal["abort", "warn"] = Field("abort", description="end the run before the update, or go on")
+    on_mismatch: Literal["abort", "warn"] = Field(
+        default="abort", description="end the run before the update, or go on"
+    )
 
 
 class EvalConfig(Section):
     """Held-out evaluation."""
 
-    every: Count = Field(0, description="steps between evaluations; 0: only before the first and after the last step")
-    num_prompts: Count = Field(64, description="held-out prompts per evaluation, the first ones; 0: no evaluation")
-    num_samples: Positive = Field(1, description="completions per prompt (n of mean@n and pass@k)")
-    temperature: Annotated[float, Field(ge=0.0)] = Field(0.0, description="0: greedy")
-    pass_k: tuple[Positive, ...] = Field((1,), description="report pass@k for these k")
+    every: Count = Field(
+        default=0, description="steps between evaluations; 0: only before the first and after the last step"
+    )
+    num_prompts: Count = Field(
+        default=64, description="held-out prompts per evaluation, the first ones; 0: no evaluation"
+    )
+    num_samples: Positive = Field(default=1, description="completions per prompt (n of mean@n and pass@k)")
+    temperature: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="0: greedy")
+    pass_k: tuple[Positive, ...] = Field(default=(1,), description="report pass@k for these k")
 
     @pydantic.model_validator(mode="after")
     def _enough_samples(self) -> "EvalConfig":
@@ -201,17 +242,20 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """What is kept on disk to resume from."""
 
-    every: Count = Field(0, description="steps between checkpoints; 0: only the final model is saved")
-    keep: Positive = Field(2, description="most checkpoints kept; the oldest are deleted")
+    every: Count = Field(default=0, description="steps between checkpoints; 0: only the final model is saved")
+    keep: Positive = Field(default=2, description="most checkpoints kept; the oldest are deleted")
 
 
 class LoggingConfig(Section):
     """What a run writes besides checkpoints."""
 
-    tensorboard: bool = Field(True, description="write TensorBoard event files")
-    completions: Count = Field(4, description="completions per step that go into the completions file and the report")
+    tensorboard: bool = Field(default=True, description="write TensorBoard event files")
+    completions: Count = Field(
+        default=4, description="completions per step that go into the completions file and the report"
+    )
     audit_every: Count = Field(
-        0, description="steps between saved weights that `zerogap audit` recomputes from; 0: the first and last step"
+        default=0,
+        description="steps between saved weights that `zerogap audit` recomputes from; 0: the first and last step",
     )
 
 
@@ -220,10 +264,11 @@ class RunConfig(Section):
 
     model: str = Field(description="a Hugging Face folder, hub id or .gguf file, or `smollm2-135m-instruct`")
     trainable: Names = Field(
-        ("all",), min_length=1, description="tensors to train: `all`, `last:N` decoder layers, or name patterns"
+        default=("all",), min_length=1, description="tensors to train: `all`, `last:N` decoder layers, or name patterns"
     )
     numerics: str | dict[str, Any] = Field(
-        "bf16", description="a preset (`fp32`, `bf16`), or {preset: NAME, field: value} to replace single fields"
+        default="bf16",
+        description="a preset (`fp32`, `bf16`), or {preset: NAME, field: value} to replace single fields",
     )
     data: DataConfig
     reward: RewardConfig = RewardConfig()
@@ -234,8 +279,10 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-    seed: Count = Field(0, description="every random stream of the run is keyed by it")
-    output_dir: str = Field("runs/zerogap", description="folder for logs, checkpoints, the model and the report")
+    seed: Count = Field(default=0, description="every random stream of the run is keyed by it")
+    output_dir: str = Field(
+        default="runs/zerogap", description="folder for logs, checkpoints, the model and the report"
+    )
 
     @pydantic.model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
@@ -260,7 +307,7 @@ class RunConfig(Section):
         Raises:
             ConfigError: unknown preset or field, or a value the contract cannot have.
         """
-        asked = {"preset": self.numerics} if isinstance(self.numerics, str) else dict(self.numerics)
+        asked: dict[str, Any] = {"preset": self.numerics} if isinstance(self.numerics, str) else dict(self.numerics)
         name = asked.pop("preset", "bf16")
         known = {f.name: f.type for f in dataclasses.fields(Numerics)}
         for key, value in asked.items():

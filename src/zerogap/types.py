@@ -144,9 +144,10 @@ class Sample:
 def exact_sum(values: np.ndarray) -> Fraction:
     """The exact sum of finite float64 (or narrower) values, so that neither order nor grouping can change a bit.
 
-    Mantissas are added as integers per binary exponent, in two halves of at most 27 bits (no overflow below 2^36 values).
+    Mantissas are added as integers per binary exponent, in two halves (no overflow below 2^36 values).
     """
     mantissas, exponents = np.frexp(np.asarray(values, np.float64).ravel())
+    assert np.isfinite(mantissas).all(), "only finite numbers have an exact sum"
     scaled = np.ldexp(mantissas, 53).astype(np.int64)
     total = Fraction(0)
     for exponent in np.unique(exponents):

@@ -60,7 +60,9 @@ def load(isa: str | None = None) -> ctypes.CDLL:
 
 def best_isa() -> str:
     """Name of the best build that this processor runs."""
-    probe = ctypes.CDLL(str(FOLDER / "libzerogap_portable.so")) if (FOLDER / "libzerogap_portable.so").exists() else None
+    probe = (
+        ctypes.CDLL(str(FOLDER / "libzerogap_portable.so")) if (FOLDER / "libzerogap_portable.so").exists() else None
+    )
     if probe is None:
         return "portable"  # `load` explains what is missing
     return next(isa for isa in ISAS if (FOLDER / f"libzerogap_{isa}.so").exists() and probe.zg_supports(isa.encode()))

@@ -1,0 +1,78 @@
+"""The names under which a step's numbers are logged.
+
+Inside, a metric is a set of moments (exact sum, count, minimum, maximum) that pools over micro-batches and ranks of any
+size; here each set becomes the flat names users know from TRL.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from zerogap.types import Moments, Sample
+
+STATISTICS = {
+    "clip_ratio/low": {"clip_ratio/low_mean": "mean"},
+    "clip_ratio/high": {"clip_ratio/high_mean": "mean"},
+    "clip_ratio/region": {"clip_ratio/region_mean": "mean"},
+    "sampling/sampling_logp_difference": {
+        "sampling/sampling_logp_difference/mean": "mean",
+        "sampling/sampling_logp_difference/max": "maximum",
+    },
+    "sampling/importance_sampling_ratio": {
+        "sampling/importance_sampling_ratio/min": "minimum",
+        "sampling/importance_sampling_ratio/mean": "mean",
+        "sampling/importance_sampling_ratio/max": "maximum",
+    },
+    "bit_wise/logprob_diff": {"bit_wise/logprob_diff/mean": "mean", "bit_wise/logprob_diff/max": "maximum"},
+    "bit_wise/ratio_tokens_different": {"bit_wise/ratio_tokens_different/mean": "mean"},
+    "completions/length": {
+        "completions/mean_length": "mean",
+        "completions/min_length": "minimum",
+        "completions/max_length": "maximum",
+    },
+    "completions/terminated_length": {"completions/mean_terminated_length": "mean"},
+    "completions/clipped": {"completions/clipped_ratio": "mean"},
+}
+
+
+def flatten(metrics: Mapping[str, Moments]) -> dict[str, float]:
+    """Logged name -> number. A metric without an entry in `STATISTICS` is logged as its mean; empty sets are left out.
+
+    `bit_wise/mismatched_tokens` and `bit_wise/compared_tokens` are the counts behind the bit comparison.
+    """
+    flat: dict[str, float] = {}
+    for name, moments in metrics.items():
+        if moments.count:
+            flat |= {key: getattr(moments, stat) for key, stat in STATISTICS.get(name, {name: "mean"}).items()}
+    different = metrics.get("bit_wise/ratio_tokens_different")
+    if different is not None:
+        flat["bit_wise/mismatched_tokens"] = float(different.total)
+        flat["bit_wise/compared_tokens"] = float(different.count)
+    return flat
+
+
+def completion_metrics(samples: Sequence[Sample]) -> dict[str, Moments]:
+    """Lengths of completions in tokens, and the share that was cut at the longest allowed length."""
+    lengths = np.array([len(s.completion_ids) for s in samples], np.float64)
+    cut = np.array([s.finish_reason == "length" for s in samples], bool)
+    return {
+        "completions/length": Moments.of(lengths),
+        "completions/terminated_length": Moments.of(lengths[~cut]),
+        "completions/clipped": Moments.of(cut),
+    }
+
+
+def reward_metrics(names: Sequence[str], scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
+    """`rewards/{f}/mean` and `rewards/{f}/std` (n - 1 in the denominator) per reward function, None left out.
+
+    Args:
+        names: one per function.
+        scores: [functions][samples].
+    """
+    flat: dict[str, float] = {}
+    for name, column in zip(names, scores, strict=True):
+        values = np.array([v for v in column if v is not None], np.float64)
+        if len(values):
+            flat[f"rewards/{name}/mean"] = Moments.of(values).mean
+            flat[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return flat

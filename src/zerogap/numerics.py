@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+from typing import Any
 
 from zerogap.errors import ConfigError, ContractError
 
@@ -85,7 +86,8 @@ class Numerics:
         known = {f.name for f in dataclasses.fields(cls)}
         if set(fields) != known:
             raise ContractError(f"contract fields differ from this build's: {sorted(set(fields) ^ known)}")
-        return cls(**{k: DType(v) if k in ("storage", "kv") else v for k, v in fields.items()})
+        typed: dict[str, Any] = {k: DType(v) if k in ("storage", "kv") else v for k, v in fields.items()}
+        return cls(**typed)
 
     def fingerprint(self) -> str:
         """16 hex digits over all fields but the label."""

@@ -403,8 +403,11 @@ class Exchange(Protocol):
     the FP32 sum of the whole fixed tree (adjacent pairs, an odd last one passes up), before any rounding.
     """
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def combine(self, subtree: torch.Tensor) -> torch.Tensor:
         """FP32 [M, N] subtree sum of this rank -> FP32 [M, N] sum over all ranks in tree order."""
@@ -483,4 +486,3 @@ def select_trainable(names: Iterable[str], patterns: Sequence[str], num_layers: 
             raise ConfigError("trainable", pattern, "no tensor of this model matches; see `zerogap inspect`")
         chosen |= hits
     return chosen
-

@@ -1,0 +1,126 @@
+"""Read a Hugging Face folder: safetensors (one file, or shards with an index), tokenizer files, chat template.
+
+Only safetensors are read, never pickles. A truncated or corrupt file is a `CheckpointError` with the file's name.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from zerogap.errors import CheckpointError
+from zerogap.weights.model_files import ModelFiles, check_tensors, is_derived, read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+_STORED_DTYPES = ("F32", "F16", "BF16")
+
+
+class FolderFiles(ModelFiles):
+    """A Hugging Face folder.
+
+    Raises:
+        CheckpointError: files are missing or corrupt, or tensors do not fit `config.json`.
+        ConfigError: `config.json` asks for something unsupported.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        generation = folder / "generation_config.json"
+        super().__init__(
+            folder,
+            read_json(folder / "config.json"),
+            read_json(generation) if generation.exists() else None,
+            _chat_template(folder),
+        )
+        self._file_of: dict[str, Path] = {}
+        found: dict[str, tuple[int, ...]] = {}
+        for path in _weight_files(folder):
+            for name, shape in _read_header(path).items():
+                if name in found:
+                    raise CheckpointError(f"{path}: {name} is also in {self._file_of[name].name}")
+                if not is_derived(name, self.spec):
+                    self._file_of[name], found[name] = path, shape
+        check_tensors(str(folder), self.spec, found)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with contextlib.ExitStack() as stack:
+            readers: dict[Path, Any] = {}
+            for name, path in sorted(self._file_of.items()):
+                try:
+                    if path not in readers:
+                        readers[path] = stack.enter_context(safe_open(path, framework="pt"))
+                    tensor = readers[path].get_tensor(name)
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{path}: cannot read {name} ({error})") from error
+                yield name, tensor
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        files = {name: (self.source / name).read_bytes() for name in TOKENIZER_FILES if (self.source / name).is_file()}
+        return files if {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files) else {}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model; with an index, its files, checked against its weight map."""
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{folder / INDEX}: has no weight_map from tensor names to file names")
+        paths = {name: folder / name for name in sorted(set(weight_map.values()))}
+        for name, path in paths.items():
+            if Path(name).name != name:
+                raise CheckpointError(f"{folder / INDEX}: {name!r} is not a plain file name")
+            if not path.is_file():
+                raise CheckpointError(f"{path}: listed in {INDEX}, but there is no such file")
+            listed = {tensor for tensor, file in weight_map.items() if file == name}
+            if absent := sorted(listed - set(_read_header(path))):
+                raise CheckpointError(f"{path}: {INDEX} says that it holds {absent[0]}; it does not")
+        return list(paths.values())
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    hint = f" ({pickles[0]} is a pickle, which is never read: convert it to safetensors)" if pickles else ""
+    raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file, after checking that it is whole and of dtypes that are read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        with safe_open(path, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (a method, not a mapping)
+                view = reader.get_slice(name)
+                if view.get_dtype() not in _STORED_DTYPES:
+                    raise CheckpointError(f"{path}: {name} is {view.get_dtype()}; only F32, F16 and BF16 are read")
+                shapes[name] = tuple(view.get_shape())
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size if path.exists() else 0
+        raise CheckpointError(f"{path}: truncated or corrupt, {size} bytes ({error})") from error
+    return shapes
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The chat template, from chat_template.jinja, chat_template.json or tokenizer_config.json, in that order."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            template = read_json(folder / name).get("chat_template")
+            if isinstance(template, list):  # several named templates
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            if template is not None:
+                return template
+    return None

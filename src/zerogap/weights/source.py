@@ -1,0 +1,55 @@
+"""From what a user names (a folder, a .gguf file, a hub id) to an opened model."""
+
+import os
+import re
+from pathlib import Path
+
+import huggingface_hub
+
+from zerogap import env
+from zerogap.errors import ConfigError
+from zerogap.weights.folder import TOKENIZER_FILES, FolderFiles
+from zerogap.weights.gguf_file import GgufFiles
+from zerogap.weights.model_files import ModelFiles
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_TIMEOUT_SECONDS = 10.0
+
+
+def open_model(source: str | os.PathLike[str]) -> ModelFiles:
+    """Open a Hugging Face folder, a .gguf file or a hub id (`owner/name`). A local path wins over a hub id.
+
+    Raises:
+        ConfigError: nothing there, or the model asks for something unsupported.
+        CheckpointError: the files are incomplete, corrupt or foreign.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return FolderFiles(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError("model", str(source), "give a folder, a .gguf file or a hub id")
+        return GgufFiles(path)
+    if path.suffix != ".gguf" and _HUB_ID.fullmatch(str(source)):
+        return FolderFiles(download(str(source)))
+    raise ConfigError("model", str(source), "no such folder or file, and not a hub id (owner/name)")
+
+
+def download(hub_id: str, timeout_seconds: float = _HUB_TIMEOUT_SECONDS) -> Path:
+    """The local folder of a hub model, fetched if needed (never pickles, never code).
+
+    Raises:
+        ConfigError: the hub cannot be reached, or has no such model.
+    """
+    try:
+        folder = huggingface_hub.snapshot_download(
+            hub_id,
+            allow_patterns=["config.json", "generation_config.json", "model*.safetensors*", *TOKENIZER_FILES],
+            etag_timeout=timeout_seconds,
+            local_files_only=env.hub_offline(),
+        )
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        mend = f"the hub could not be used ({reason}); give a local folder or .gguf file, or check network and id"
+        raise ConfigError("model", hub_id, mend) from error
+    return Path(folder)

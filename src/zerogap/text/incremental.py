@@ -1,7 +1,7 @@
 """Text of a completion while it grows: only whole characters are given out, and never taken back.
 
 A character may be spread over several byte-level tokens (an emoji, a CJK sign, a curly quote). What could still change
-is held back until the next token, or until `flush`. The pieces join to exactly what `Tokenizer.decode` makes of all ids.
+is held back until the next token, or until `flush`. The pieces join to what `Tokenizer.decode` makes of all ids.
 """
 
 from typing import Protocol

@@ -68,10 +68,8 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return self.encode(prompt)
-        items = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            return self.encode_chat(items)
-        return self.check_ids(items)
+        items: list[Any] = list(prompt)
+        return self.encode_chat(items) if items and isinstance(items[0], Mapping) else self.check_ids(items)
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [P] ids of plain text, with this tokenizer's beginning-of-sequence id exactly once."""

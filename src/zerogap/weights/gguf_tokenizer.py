@@ -9,15 +9,26 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
 from zerogap.errors import CheckpointError, ConfigError
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_SPLITS: dict[str, dict[str, Any] | None] = {
+    "gpt-2": None,
+    "smollm": {"type": "Digits", "individual_digits": True},
+    "qwen2": _split(_QWEN2),
+    "llama-bpe": _split(_LLAMA3),
+}
+_GPT2_SPLIT = ("gpt-2", "smollm")  # these cut by the byte-level pre-tokenizer's own rule
 
 
 class Metadata(Protocol):
@@ -51,38 +62,76 @@ def tokenizer_files(meta: Metadata, vocab_size: int) -> dict[str, bytes]:
             f"{meta.path}: {len(tokens)} tokens ({len(set(tokens))} distinct), {len(types)} token types and an "
             f"embedding of {vocab_size} rows do not fit together"
         )
-    tokenizer = _byte_level_bpe(meta, tokens, merges)
-    for token, token_type in zip(tokens, types, strict=True):
-        if token_type == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    content = _tokenizer_json(meta, tokens, types, merges)
     return {
-        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer.json": json.dumps(content, ensure_ascii=False).encode(),
         "tokenizer_config.json": json.dumps(_tokenizer_config(meta, tokens), indent=2, ensure_ascii=False).encode(),
     }
 
 
-def _byte_level_bpe(meta: Metadata, tokens: list[str], merges: list[str]) -> Tokenizer:
+def _tokenizer_json(meta: Metadata, tokens: list[str], types: list[int], merges: list[str]) -> dict[str, Any]:
     pre = meta.required("tokenizer.ggml.pre")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe"))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
-    if pre == "gpt-2":
-        tokenizer.pre_tokenizer = byte_level
-    elif pre == "smollm":
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    elif pre in ("qwen2", "llama-bpe"):
-        split = pre_tokenizers.Split(Regex(_QWEN2 if pre == "qwen2" else _LLAMA3), behavior="isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-        if pre == "qwen2":
-            tokenizer.normalizer = normalizers.NFC()
-    else:
-        raise ConfigError(f"{meta.path}: tokenizer.ggml.pre", pre, "known are gpt-2, smollm, qwen2 and llama-bpe")
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    if pre not in _SPLITS:
+        raise ConfigError(f"{meta.path}: tokenizer.ggml.pre", pre, f"known are {', '.join(_SPLITS)}")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre in _GPT2_SPLIT}
+    split = _SPLITS[pre]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": index,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kind == _CONTROL,
+            }
+            for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind in (_CONTROL, _USER_DEFINED)
+        ],
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]} if split else byte_level,
+        "post_processor": _bos_in_front(meta, tokens, pre),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre == "llama-bpe",
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in merges],
+        },
+    }
+
+
+def _bos_in_front(meta: Metadata, tokens: list[str], pre: str) -> dict[str, Any] | None:
+    """The post-processor that puts the beginning-of-sequence token in front, where the file asks for it."""
+    wanted = meta.optional("tokenizer.ggml.add_bos_token")
+    if not (pre == "llama-bpe" if wanted is None else wanted):  # the format's default for this pre-tokenizer
+        return None
+    index = _checked_id(meta, "bos", meta.required("tokenizer.ggml.bos_token_id"), tokens)
+    bos = tokens[index]
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    text, pair = ({"Sequence": {"id": part, "type_id": order}} for order, part in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, pair],
+        "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
+    }
+
+
+def _checked_id(meta: Metadata, key: str, index: int, tokens: list[str]) -> int:
+    if not 0 <= index < len(tokens):
+        raise CheckpointError(f"{meta.path}: tokenizer.ggml.{key}_token_id {index} is outside the vocabulary")
+    return index
 
 
 def _tokenizer_config(meta: Metadata, tokens: list[str]) -> dict[str, Any]:
@@ -94,12 +143,7 @@ def _tokenizer_config(meta: Metadata, tokens: list[str]) -> dict[str, Any]:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = meta.optional(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
-            if not 0 <= token < len(tokens):
-                raise CheckpointError(f"{meta.path}: tokenizer.ggml.{key}_token_id {token} is outside the vocabulary")
-            config[f"{name}_token"] = tokens[token]
-    for key in ("add_bos_token", "add_eos_token"):
-        if meta.optional(f"tokenizer.ggml.{key}") is not None:
-            config[key] = bool(meta.optional(f"tokenizer.ggml.{key}"))
+            config[f"{name}_token"] = tokens[_checked_id(meta, key, token, tokens)]
     if (template := meta.optional("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
     return config

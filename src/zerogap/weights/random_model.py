@@ -14,7 +14,8 @@ import torch
 
 from zerogap.models.spec import ModelSpec
 from zerogap.numerics import PRESETS, DType
-from zerogap.types import TORCH_DTYPES, WeightSpec
+from zerogap.ops.backend import TORCH_DTYPES
+from zerogap.types import WeightSpec
 from zerogap.weights.save import MAX_SHARD_BYTES, save_folder
 
 

@@ -1,7 +1,7 @@
 """Write a Hugging Face folder that transformers and `open_model` load: weights, config, tokenizer, chat template.
 
 Everything is written to a sibling folder and synced to disk; only a whole folder gets the final name. A folder of that
-name stays in place until then, is then moved aside, and is removed last: at no moment is there less than one whole copy.
+name stays in place until then, is then moved aside and removed last: at no moment is there less than one whole copy.
 Tensors are streamed into shards, so memory holds one shard at most.
 """
 
@@ -104,7 +104,7 @@ def _write_shards(
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / SINGLE)
         return storage
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, names in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{index}").rename(folder / file)

@@ -1,0 +1,63 @@
+"""The fixed buffers that a step's program reads: token ids, positions, page table, rows that go to the head.
+
+Buffers have the capacity of the largest step and never move, so one recorded program serves every step; a step fills
+the first T rows (tokens) and the first R rows (outputs) and says how many there are.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from zerogap.rollout.scheduler import Chunk
+from zerogap.types import ForwardContext
+
+
+class BatchBuffers:
+    """Inputs of one forward pass. Written by `fill` and, for the page table, by the scheduler.
+
+    Attributes:
+        ids: int64 [T], T = `max_batch_tokens` rows at most.
+        positions, sequences: int32 [T] absolute position, and row of the page table.
+        output_rows: int64 [R], R = `max_sequences` rows at most; rows whose next token is drawn.
+        page_table: int32 [max_sequences, max_pages].
+    """
+
+    def __init__(self, max_batch_tokens: int, max_sequences: int, max_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.ids = torch.zeros(max_batch_tokens, dtype=torch.int64)
+        self.positions = torch.zeros(max_batch_tokens, dtype=torch.int32)
+        self.sequences = torch.zeros(max_batch_tokens, dtype=torch.int32)
+        self.output_rows = torch.zeros(max_sequences, dtype=torch.int64)
+        self.page_table = torch.zeros((max_sequences, max_pages), dtype=torch.int32)
+        self._views = [t.numpy() for t in (self.ids, self.positions, self.sequences, self.output_rows)]
+        self._ascending = np.arange(max_pages * page_size, dtype=np.int32)
+
+    def fill(self, chunks: Sequence[Chunk]) -> tuple[int, list[int]]:
+        """Lay the chunks one after the other.
+
+        Returns:
+            T, and for each output row the slot of its sequence.
+        """
+        ids, positions, sequences, output_rows = self._views
+        row, slots = 0, []
+        for sequence, start, count in chunks:
+            end = row + count
+            ids[row:end] = sequence.ids[start : start + count]
+            positions[row:end] = self._ascending[start : start + count]
+            sequences[row:end] = sequence.slot
+            if start + count == sequence.length:
+                output_rows[len(slots)] = end - 1
+                slots.append(sequence.slot)
+            row = end
+        return row, slots
+
+    def context(self, num_tokens: int | None = None, num_outputs: int | None = None) -> ForwardContext:
+        """The context over the first rows of the buffers; None: over their whole capacity."""
+        return ForwardContext(
+            positions=self.positions[:num_tokens],
+            sequences=self.sequences[:num_tokens],
+            page_table=self.page_table,
+            page_size=self.page_size,
+            output_rows=self.output_rows[:num_outputs],
+        )

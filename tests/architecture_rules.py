@@ -41,7 +41,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "safetensors": ("weights/", "train/checkpoint"),
     "gguf": ("weights/", "text/"),
     "huggingface_hub": ("weights/", "text/"),
-    "tokenizers": ("text/",),
+    "tokenizers": ("text/", "weights/"),  # a GGUF file carries its tokenizer
     "transformers": ("text/", "diagnose/", "verify/"),
     "vllm": ("diagnose/",),
     "datasets": ("rl/",),

@@ -33,8 +33,8 @@ def recipe_keys() -> str:
         NOTICE,
         "A recipe is a YAML file; `a.b=c` words on the command line override single keys:\n",
         "```\nzerogap train recipe.yaml optimizer.max_steps=50 rollout.temperature=0.8\n```\n",
-        "Unknown keys are refused, and so is a value that cannot be honoured. A run stores its complete recipe, with all "
-        "defaults, in its folder. Descriptions that end in *changes no bit* are limits of memory and speed only.\n",
+        "Unknown keys are refused, and so is a value that cannot be honoured. A run stores its complete recipe, "
+        "with all defaults, in its folder. Descriptions that end in *changes no bit* are limits of memory and speed.\n",
     ]
     for section in sorted(sections, key=lambda name: name != "top level"):
         head = "## Top level" if section == "top level" else f"## `{section}`"

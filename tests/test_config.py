@@ -1,6 +1,7 @@
 """The recipe: what is refused, in which words, and that every field is documented and changeable."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -135,3 +136,11 @@ def test_overrides_leave_the_tree_alone():
 
 def test_schema_has_no_free_sections():
     assert RunConfig.model_json_schema()["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("path", sorted((pathlib.Path(__file__).parent.parent / "recipes").glob("*.yaml")), ids=str)
+def test_recipes_are_valid_and_comment_their_choices(path):
+    config = load_config(path)
+    assert load_config(yaml.safe_load(config.to_yaml())) == config
+    text = path.read_text()
+    assert text.startswith("#") and text.count("#") >= 10

@@ -34,6 +34,16 @@ struct ProductArgs {
 };
 void run_product(const void* args, Team& team);
 
+// out = rn(((sums[0] + sums[1]) + ...) + bias): the end of products whose FP32 sums were combined over ranks.
+struct FinishArgs {
+    int64_t rows, n, num_sums;
+    const float* sums[4];  // [rows, n]
+    const void* bias;      // storage dtype [n], or null
+    void* out;             // [rows, n] storage dtype
+    int32_t storage;
+};
+void run_finish(const void* args, Team& team);
+
 // acc[n, k] (FP32) += for each block of 128 rows of each pack, ascending: sum over its rows, ascending from +0, of
 // dy[t, n] * x[t, k] with the multiply-add primitive over row pairs (2i, 2i + 1) of the block.
 struct WeightGradArgs {
@@ -42,6 +52,7 @@ struct WeightGradArgs {
     const int32_t* pack_starts;  // [num_packs + 1]
     int64_t num_packs, n, k;
     float* acc;
+    void* workspace;  // storage dtype: (64 ceil(k / 64) + 16 ceil(n / 16)) * (rows + num_packs) elements
     int32_t storage;
 };
 void run_weight_grad(const void* args, Team& team);

@@ -5,6 +5,7 @@ namespace zg {
 
 const OpEntry OPS[] = {
     {"product", run_product, sizeof(ProductArgs)},
+    {"finish", run_finish, sizeof(FinishArgs)},
     {"weight_grad", run_weight_grad, sizeof(WeightGradArgs)},
     {"column_grad", run_column_grad, sizeof(ColumnGradArgs)},
     {"pack", run_pack, sizeof(PackArgs)},

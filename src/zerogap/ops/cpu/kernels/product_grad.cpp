@@ -1,0 +1,141 @@
+// Weight and bias gradients: FP32 sums over blocks of 128 rows of a pack, added ascending to FP32 accumulators.
+//
+// Both operands are first laid out along the reduced axis (the rows) in a workspace: x as panels of 64 columns, dy as
+// groups of 16. Each pack starts on a step of its own, so an odd tail pairs with a zero and never with the next pack.
+#include "product_tile.h"
+
+namespace zg {
+namespace {
+
+constexpr int64_t BLOCK = 128;        // rows of a pack that are summed from +0 (a contract value)
+constexpr int64_t PANELS_AT_ONCE = 4; // panels of x that one item runs a group of dy against
+
+template <typename T> struct Rows {  // the row axis cut into packs, each rounded up to whole steps
+    const WeightGradArgs& args;
+    int64_t steps;
+
+    explicit Rows(const WeightGradArgs& a) : args(a), steps(0) {
+        for (int64_t p = 0; p < a.num_packs; p++) steps += steps_of<T>(a.pack_starts[p + 1] - a.pack_starts[p]);
+    }
+    // Lays columns [column, column + WIDTH) of source [rows, width] out as [steps][WIDTH][PER_STEP].
+    template <int WIDTH> void pack(const T* source, int64_t width, int64_t column, T* out) const {
+        for (int64_t p = 0; p < args.num_packs; p++)
+            for (int64_t row = args.pack_starts[p]; row < args.pack_starts[p + 1]; row += Storage<T>::PER_STEP) {
+                bool pair = row + 1 < args.pack_starts[p + 1];
+                for (int64_t j = 0; j < WIDTH; j += LANES, out += LANES * Storage<T>::PER_STEP)
+                    interleave(source + row * width + column + j, pair ? width : 0, width - column - j, out);
+            }
+    }
+    static void interleave(const float* row, int64_t, int64_t count, float* out) { store(out, load_n(row, count)); }
+    // Elements of two rows side by side; `stride` 0 stands for a second row of zeros.
+    static void interleave(const bf16* row, int64_t stride, int64_t count, bf16* out) {
+#if defined(__AVX512F__)
+        const M16 mask = first_n(count);
+        __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row));
+        __m512i odd = stride ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + stride)) : _mm512_setzero_si512();
+        _mm512_storeu_si512(out, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+#else
+        if (count >= LANES && stride) {
+            for (int i = 0; i < LANES; i++) { out[2 * i] = row[i]; out[2 * i + 1] = row[stride + i]; }
+            return;
+        }
+        for (int i = 0; i < LANES; i++) {
+            out[2 * i] = i < count ? row[i] : 0;
+            out[2 * i + 1] = i < count && stride ? row[stride + i] : 0;
+        }
+#endif
+    }
+};
+
+// acc[rows n.., columns k..] of one tile += every block's sum, ascending.
+template <typename T, int MR>
+void accumulate(const Rows<T>& rows, const T* left_rows, const T* panel, float* acc, int64_t k, int64_t count) {
+    constexpr int64_t PER = Storage<T>::PER_STEP;
+    alignas(64) float sum[MR * PANEL];
+    for (int64_t p = 0; p < rows.args.num_packs; p++) {
+        for (int64_t row = rows.args.pack_starts[p]; row < rows.args.pack_starts[p + 1]; row += BLOCK) {
+            const int64_t steps = steps_of<T>(min_of(BLOCK, rows.args.pack_starts[p + 1] - row));
+            tile<T, MR, true, 0>(left_rows, 0, panel, sum, steps * PER, true, nullptr);
+            for (int m = 0; m < MR; m++)
+                for (int64_t j = 0; j < min_of(count, PANEL); j += LANES) {
+                    float* at = acc + m * k + j;
+                    store_n(at, load_n(at, count - j) + load(sum + m * PANEL + j), count - j);
+                }
+            left_rows += steps * GROUP * PER;
+            panel += steps * PANEL * PER;
+        }
+    }
+}
+
+template <typename T>
+void accumulate_any(int height, const Rows<T>& rows, const T* a, const T* b, float* acc, int64_t k, int64_t count) {
+    switch (height) {
+        case 1: return accumulate<T, 1>(rows, a, b, acc, k, count);
+        case 2: return accumulate<T, 2>(rows, a, b, acc, k, count);
+#if defined(__AVX2__) || defined(__aarch64__)
+        case 3: return accumulate<T, 3>(rows, a, b, acc, k, count);
+        case 4: return accumulate<T, 4>(rows, a, b, acc, k, count);
+#endif
+#if defined(__AVX2__)
+        case 5: return accumulate<T, 5>(rows, a, b, acc, k, count);
+        case 6: return accumulate<T, 6>(rows, a, b, acc, k, count);
+#endif
+        default: __builtin_trap();
+    }
+}
+
+template <typename T> void weight_grad(const WeightGradArgs& args, Team& team) {
+    const Rows<T> rows(args);
+    const int64_t groups = ceil_div(args.n, GROUP), panels = ceil_div(args.k, PANEL), PER = Storage<T>::PER_STEP;
+    const int64_t group_size = rows.steps * GROUP * PER, panel_elements = rows.steps * PANEL * PER;
+    T* packed_x = static_cast<T*>(args.workspace);
+    T* packed_dy = packed_x + panels * panel_elements;
+    for (int64_t i; (i = team.next(0)) < panels + groups;) {
+        if (i < panels) rows.template pack<PANEL>(static_cast<const T*>(args.x), args.k, i * PANEL, packed_x + i * panel_elements);
+        else rows.template pack<GROUP>(static_cast<const T*>(args.dy), args.n, (i - panels) * GROUP, packed_dy + (i - panels) * group_size);
+    }
+    team.barrier();
+    const int64_t runs = ceil_div(panels, PANELS_AT_ONCE);
+    for (int64_t i; (i = team.next(1)) < groups * runs;) {
+        const int64_t g = i % groups, first = i / groups * PANELS_AT_ONCE, height = min_of(GROUP, args.n - g * GROUP);
+        for (int64_t p = first; p < min_of(first + PANELS_AT_ONCE, panels); p++)
+            for (int64_t m = 0, tiles = ceil_div(height, TILE_ROWS); tiles; tiles--) {
+                const int64_t mr = ceil_div(height - m, tiles);
+                accumulate_any<T>(int(mr), rows, packed_dy + g * group_size + m * PER, packed_x + p * panel_elements,
+                                  args.acc + (g * GROUP + m) * args.k + p * PANEL, args.k, args.k - p * PANEL);
+                m += mr;
+            }
+    }
+}
+
+template <typename T> void column_grad(const ColumnGradArgs& args, Team& team) {
+    const T* dy = static_cast<const T*>(args.dy);
+    for (int64_t i; (i = team.next(0)) * LANES < args.n;) {
+        const int64_t column = i * LANES, count = args.n - column;
+        F16 acc = load_n(args.acc + column, count);
+        for (int64_t p = 0; p < args.num_packs; p++)
+            for (int64_t row = args.pack_starts[p]; row < args.pack_starts[p + 1]; row += BLOCK) {
+                F16 sum = zero();
+                for (int64_t r = row; r < min_of(row + BLOCK, args.pack_starts[p + 1]); r++)
+                    sum = sum + load_n(dy + r * args.n + column, count);
+                acc = acc + sum;
+            }
+        store_n(args.acc + column, acc, count);
+    }
+}
+
+}  // namespace
+
+void run_weight_grad(const void* args, Team& team) {
+    const WeightGradArgs& a = *static_cast<const WeightGradArgs*>(args);
+    if (a.storage) weight_grad<bf16>(a, team);
+    else weight_grad<float>(a, team);
+}
+
+void run_column_grad(const void* args, Team& team) {
+    const ColumnGradArgs& a = *static_cast<const ColumnGradArgs*>(args);
+    if (a.storage) column_grad<bf16>(a, team);
+    else column_grad<float>(a, team);
+}
+
+}  // namespace zg

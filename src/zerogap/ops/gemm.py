@@ -1,0 +1,128 @@
+"""Matrix products: fused projections, the head's logits, and their gradients.
+
+Formula: `y_i = x W_i^T + b_i` for weights that share their input. BF16 or FP32 in, FP32 accumulators, `rn` once.
+Order: one accumulator per output element and leaf, ascending k with the backend class's multiply-add primitive (BF16:
+pairs, odd element first); leaves joined by the fixed tree (adjacent pairs, an odd last one passes up); bias added FP32.
+Depends on: the row itself, the weight, the leaf size. Never on: number, position or values of other rows, which
+projections are concatenated, threads, or ranks that own whole leaves.
+
+Gradients: dx is the same product over the output axis, over all weights of the call; gate and up (`chain`): one accumulator per
+leaf runs gate's slice, then up's; q, k, v (`trees`): separate trees, finished, added FP32 in that order, `rn` once. dW is
+a sum over blocks of 128 rows of a pack, each from +0, added ascending to the handle's FP32 accumulator; it never passes
+through torch.
+
+Shapes: T rows, K inputs, N_i outputs, R rows of the head, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerogap.ops import tap
+from zerogap.ops.cpu import gemm as cpu
+from zerogap.ops.handle import WeightHandle
+from zerogap.types import Exchange, ForwardContext, LocalExchange
+
+LOCAL = LocalExchange()
+GRADIENTS = ("chain", "trees")
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[WeightHandle],
+    biases: Sequence[WeightHandle | None],
+    context: ForwardContext,
+    *,
+    gradient: str,
+    exchange: Exchange = LOCAL,
+) -> tuple[torch.Tensor, ...]:
+    """Projections of one input, in one native command.
+
+    Args:
+        x: [T, K] storage dtype.
+        weights: handles [N_i, K]; forward leaves are `K / spec.in_leaves`, input-gradient leaves `N_i / spec.out_leaves`.
+        biases: one per weight, [N_i] or None.
+        context: `pack_starts` is needed where a weight is trainable.
+        gradient: how dx sums over the weights: `chain` (gate, up; also a single weight) or `trees` (q, k, v).
+        exchange: of a layout that splits the reduction with leaves (forward for `in_leaves`, backward for `out_leaves`);
+            each rank then holds a run of whole leaves of x (or dy) and of the weight.
+
+    Returns:
+        one [T, N_i] in the storage dtype per weight.
+    """
+    assert gradient in GRADIENTS and len(weights) == len(biases), f"linear: {gradient}, {len(biases)} biases"
+    handles = [*weights, *[b for b in biases if b is not None]]
+    if torch.is_grad_enabled() and (x.requires_grad or any(h.trainable for h in handles)):
+        outs = _Linear.apply(x, weights, biases, context, gradient, exchange, *[h.anchor for h in handles])
+    else:
+        outs = _forward(x, weights, biases, exchange)
+    tap.observe(
+        "linear", {w.spec.name: y for w, y in zip(weights, outs, strict=True)}, {"x": x, "weights": weights}
+    )
+    return outs
+
+
+def _forward(
+    x: torch.Tensor, weights: Sequence[WeightHandle], biases: Sequence[WeightHandle | None], exchange: Exchange
+) -> tuple[torch.Tensor, ...]:
+    split = exchange.size > 1 and any(w.spec.in_leaves > 1 for w in weights)
+    segments = [
+        cpu.Segment(x, _panels(w), _width(w), _leaf(w.spec.shape[1], w.spec.in_leaves), None if split else _rows(b))
+        for w, b in zip(weights, biases, strict=True)
+    ]
+    outs = cpu.product(segments, "concatenate", fp32=split)
+    if split:
+        outs = tuple(cpu.finish([exchange.combine(y)], _rows(b), x.dtype) for y, b in zip(outs, biases, strict=True))
+    return outs
+
+
+def _input_grad(
+    dys: Sequence[torch.Tensor], weights: Sequence[WeightHandle], gradient: str, exchange: Exchange
+) -> torch.Tensor:
+    segments = [
+        cpu.Segment(dy.contiguous(), _transposed(w), w.transposed_width, _leaf(w.spec.shape[0], w.spec.out_leaves))
+        for dy, w in zip(dys, weights, strict=True)
+    ]
+    if exchange.size == 1 or all(w.spec.out_leaves == 1 for w in weights):
+        return cpu.product(segments, gradient)[0]
+    if gradient == "chain":
+        sums = [cpu.product(segments, "chain", fp32=True)[0]]
+    else:
+        sums = [cpu.product([s], "chain", fp32=True)[0] for s in segments]
+    return cpu.finish([exchange.combine(s) for s in sums], None, dys[0].dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: Any, biases: Any, context: Any, gradient: str, exchange: Any, *_: Any) -> Any:
+        ctx.save_for_backward(x)
+        ctx.weights, ctx.biases, ctx.pack_starts = weights, biases, context.pack_starts
+        ctx.gradient, ctx.exchange = gradient, exchange
+        return _forward(x, weights, biases, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        dys = tuple(dy.contiguous() for dy in dys)
+        for dy, weight, bias in zip(dys, ctx.weights, ctx.biases, strict=True):
+            if weight.trainable:
+                cpu.weight_grad(dy, x, ctx.pack_starts, weight.grad)
+            if bias is not None and bias.trainable:
+                cpu.column_grad(dy, ctx.pack_starts, bias.grad)
+        dx = _input_grad(dys, ctx.weights, ctx.gradient, ctx.exchange) if ctx.needs_input_grad[0] else None
+        anchors = len(ctx.weights) + sum(b is not None for b in ctx.biases)
+        return dx, None, None, None, None, None, *[None] * anchors
+
+
+def head_logits(x: torch.Tensor, weight: WeightHandle) -> torch.Tensor:
+    """Logits x [R, K] W^T of the head, FP32 [R, V], never rounded; no graph is recorded."""
+    (logits,) = cpu.product([cpu.Segment(x, _panels(weight), _width(weight))], "concatenate", fp32=True)
+    tap.observe("head_logits", {weight.spec.name: logits}, {"x": x, "weights": (weight,)})
+    return logits
+
+
+def head_input_grad(dlogits: torch.Tensor, weight: WeightHandle) -> torch.Tensor:
+    """d hidden [R, K] of the head from `dlogits` [R, V], both storage dtype; leaves over the vocabulary."""
+    segment = cpu.Segment(dlogits, _transposed(weight), weight.spec.shape[1], weight.spec.out_leaf_size)
+    return cpu.product([segment], "chain")[0]

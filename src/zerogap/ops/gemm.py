@@ -22,9 +22,8 @@ import torch
 from zerogap.ops import tap
 from zerogap.ops.cpu import gemm as cpu
 from zerogap.ops.handle import WeightHandle
-from zerogap.types import Exchange, ForwardContext, LocalExchange
+from zerogap.types import LOCAL, Exchange, ForwardContext
 
-LOCAL = LocalExchange()
 GRADIENTS = ("chain", "trees")
 
 
@@ -36,6 +35,7 @@ def linear(
     *,
     gradient: str,
     exchange: Exchange = LOCAL,
+    grad_exchange: Exchange = LOCAL,
 ) -> tuple[torch.Tensor, ...]:
     """Projections of one input, in one native command.
 
@@ -45,8 +45,10 @@ def linear(
         biases: one per weight, [N_i] or None.
         context: `pack_starts` is needed where a weight is trainable.
         gradient: how dx sums over the weights: `chain` (gate, up; also a single weight) or `trees` (q, k, v).
-        exchange: of a layout that splits the reduction with leaves (forward for `in_leaves`, backward for `out_leaves`);
-            each rank then holds a run of whole leaves of x (or dy) and of the weight.
+        exchange: of a layout that splits the input axis (o_proj, down_proj): x and the handles hold this rank's run of
+            whole leaves, and the outputs are sums over all ranks.
+        grad_exchange: of a layout that splits the output axis (q, k, v, gate, up): outputs and handles are this rank's,
+            and dx is the sum over all ranks.
 
     Returns:
         one [T, N_i] in the storage dtype per weight.
@@ -54,37 +56,38 @@ def linear(
     assert gradient in GRADIENTS and len(weights) == len(biases), f"linear: {gradient}, {len(biases)} biases"
     handles = [*weights, *[b for b in biases if b is not None]]
     if torch.is_grad_enabled() and (x.requires_grad or any(h.trainable for h in handles)):
-        outs = _Linear.apply(x, weights, biases, context, gradient, exchange, *[h.anchor for h in handles])
+        how = (gradient, exchange, grad_exchange)
+        outs = _Linear.apply(x, weights, biases, context, how, *[h.anchor for h in handles])
     else:
         outs = _forward(x, weights, biases, exchange)
-    tap.observe(
-        "linear", {w.spec.name: y for w, y in zip(weights, outs, strict=True)}, {"x": x, "weights": weights}
-    )
+    tap.observe("linear", {w.spec.name: y for w, y in zip(weights, outs, strict=True)}, {"x": x, "weights": weights})
     return outs
 
 
 def _forward(
     x: torch.Tensor, weights: Sequence[WeightHandle], biases: Sequence[WeightHandle | None], exchange: Exchange
 ) -> tuple[torch.Tensor, ...]:
-    split = exchange.size > 1 and any(w.spec.in_leaves > 1 for w in weights)
-    segments = [
-        cpu.Segment(x, _panels(w), _width(w), _leaf(w.spec.shape[1], w.spec.in_leaves), None if split else _rows(b))
-        for w, b in zip(weights, biases, strict=True)
-    ]
+    rows = [None if b is None else b.rows for b in biases]
+    split = exchange.size > 1
+    segments = []
+    for weight, bias in zip(weights, rows, strict=True):
+        (width, reduce), leaves = weight.spec.shape, weight.spec.in_leaves
+        leaf_size = reduce // leaves if leaves > 1 else 0
+        segments.append(cpu.Segment(x, weight.panels, width, leaf_size, None if split else bias))
     outs = cpu.product(segments, "concatenate", fp32=split)
     if split:
-        outs = tuple(cpu.finish([exchange.combine(y)], _rows(b), x.dtype) for y, b in zip(outs, biases, strict=True))
+        outs = tuple(cpu.finish([exchange.combine(y)], bias, x.dtype) for y, bias in zip(outs, rows, strict=True))
     return outs
 
 
 def _input_grad(
     dys: Sequence[torch.Tensor], weights: Sequence[WeightHandle], gradient: str, exchange: Exchange
 ) -> torch.Tensor:
-    segments = [
-        cpu.Segment(dy.contiguous(), _transposed(w), w.transposed_width, _leaf(w.spec.shape[0], w.spec.out_leaves))
-        for dy, w in zip(dys, weights, strict=True)
-    ]
-    if exchange.size == 1 or all(w.spec.out_leaves == 1 for w in weights):
+    segments = []
+    for dy, weight in zip(dys, weights, strict=True):
+        (reduce, width), leaves = weight.spec.shape, weight.spec.out_leaves
+        segments.append(cpu.Segment(dy, weight.transposed, width, reduce // leaves if leaves > 1 else 0))
+    if exchange.size == 1:
         return cpu.product(segments, gradient)[0]
     if gradient == "chain":
         sums = [cpu.product(segments, "chain", fp32=True)[0]]
@@ -95,10 +98,12 @@ def _input_grad(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: Any, biases: Any, context: Any, gradient: str, exchange: Any, *_: Any) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: Any, biases: Any, context: ForwardContext, how: Any, *_: Any
+    ) -> Any:
         ctx.save_for_backward(x)
         ctx.weights, ctx.biases, ctx.pack_starts = weights, biases, context.pack_starts
-        ctx.gradient, ctx.exchange = gradient, exchange
+        ctx.gradient, exchange, ctx.exchange = how
         return _forward(x, weights, biases, exchange)
 
     @staticmethod
@@ -112,17 +117,22 @@ class _Linear(torch.autograd.Function):
                 cpu.column_grad(dy, ctx.pack_starts, bias.grad)
         dx = _input_grad(dys, ctx.weights, ctx.gradient, ctx.exchange) if ctx.needs_input_grad[0] else None
         anchors = len(ctx.weights) + sum(b is not None for b in ctx.biases)
-        return dx, None, None, None, None, None, *[None] * anchors
+        return dx, None, None, None, None, *[None] * anchors
 
 
 def head_logits(x: torch.Tensor, weight: WeightHandle) -> torch.Tensor:
     """Logits x [R, K] W^T of the head, FP32 [R, V], never rounded; no graph is recorded."""
-    (logits,) = cpu.product([cpu.Segment(x, _panels(weight), _width(weight))], "concatenate", fp32=True)
+    (logits,) = cpu.product([cpu.Segment(x, weight.panels, weight.spec.shape[0])], "concatenate", fp32=True)
     tap.observe("head_logits", {weight.spec.name: logits}, {"x": x, "weights": (weight,)})
     return logits
 
 
-def head_input_grad(dlogits: torch.Tensor, weight: WeightHandle) -> torch.Tensor:
-    """d hidden [R, K] of the head from `dlogits` [R, V], both storage dtype; leaves over the vocabulary."""
-    segment = cpu.Segment(dlogits, _transposed(weight), weight.spec.shape[1], weight.spec.out_leaf_size)
-    return cpu.product([segment], "chain")[0]
+def head_input_grad(dlogits: torch.Tensor, weight: WeightHandle, exchange: Exchange = LOCAL) -> torch.Tensor:
+    """Gradient [R, K] of the head's input from `dlogits` [R, V], both storage dtype; leaves over the vocabulary.
+
+    `exchange`: of a layout that splits the vocabulary; `dlogits` and the handle then hold this rank's leaves.
+    """
+    segment = cpu.Segment(dlogits, weight.transposed, weight.spec.shape[1], weight.spec.out_leaf_size)
+    if exchange.size == 1:
+        return cpu.product([segment], "chain")[0]
+    return cpu.finish([exchange.combine(cpu.product([segment], "chain", fp32=True)[0])], None, dlogits.dtype)

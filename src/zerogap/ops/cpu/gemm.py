@@ -99,6 +99,15 @@ def panels_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
     return (count, -(-k // 2), PANEL, 2) if dtype == torch.bfloat16 else (count, k, PANEL)
 
 
+def allocate_panels(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeroed panels for a weight [n, k], aligned to cache lines."""
+    shape = panels_shape(n, k, dtype)
+    size = torch.Size(shape).numel()
+    storage = torch.zeros(size + 64 // dtype.itemsize, dtype=dtype)
+    skip = -storage.data_ptr() % 64 // dtype.itemsize
+    return storage[skip : skip + size].view(shape)
+
+
 def pack(source: torch.Tensor, panels: torch.Tensor | None, transposed: torch.Tensor | None = None) -> None:
     """Pack `source` [n, k] into `panels` and into `transposed`, in place; either may be None.
 
@@ -220,7 +229,5 @@ def column_grad(dy: torch.Tensor, pack_starts: torch.Tensor, acc: torch.Tensor) 
     assert not recording(), "gradients are not recorded"
     (rows, n), packs = dy.shape, pack_starts.shape[0] - 1
     assert acc.shape == (n,) and acc.dtype == torch.float32 and pack_starts.dtype == torch.int32
-    arguments = _ColumnGradArguments(
-        rows, pointer(dy), pointer(pack_starts), packs, n, pointer(acc), STORAGE[dy.dtype]
-    )
+    arguments = _ColumnGradArguments(rows, pointer(dy), pointer(pack_starts), packs, n, pointer(acc), STORAGE[dy.dtype])
     submit(_column_grad, arguments, dy)

@@ -1,0 +1,268 @@
+// Attention forward over pages: the one definition for training, prefill, chunks and decode.
+//
+// A query row's bits depend on its position, its own q and the keys up to its position. Query rows of one sequence are
+// taken MAX_ROWS at a time so that a loaded key or value serves all of them; where their last blocks differ in length the
+// value product runs per length, so that no row ever multiplies a value that it may not see.
+#include "attention.h"
+
+namespace zg {
+namespace {
+
+struct Tiles {  // where the keys of one sequence and KV head stand
+    const int32_t* pages;  // page of each page_size keys
+    int64_t page_size, head, num_kv_heads, head_dim;
+    int64_t offset(int64_t key) const {  // of the tile that starts at absolute position `key`
+        return ((pages[key / page_size] * num_kv_heads + head) * page_size + key % page_size) * head_dim;
+    }
+};
+
+template <class T> void write_rows(const KVWriteArgs& a, int64_t begin, int64_t end) {
+    constexpr int W = Step<T>::WIDTH;
+    const int64_t D = a.head_dim;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t position = a.positions[row], in_tile = position % TILE_KEYS;
+        Tiles tiles{a.page_table + a.sequences[row] * a.table_width, a.page_size, 0, a.num_kv_heads, D};
+        for (tiles.head = 0; tiles.head < a.num_kv_heads; tiles.head++) {
+            const int64_t tile = tiles.offset(position - in_tile), source = (row * a.num_kv_heads + tiles.head) * D;
+            const T *k = static_cast<const T*>(a.k) + source, *v = static_cast<const T*>(a.v) + source;
+            T* keys = static_cast<T*>(a.key_pages) + tile + in_tile * W;
+            T* values = static_cast<T*>(a.value_pages) + tile + in_tile / W * D * W + in_tile % W;
+            for (int64_t d = 0; d < D; d += W) memcpy(keys + d * TILE_KEYS, k + d, sizeof(T) * W);
+            for (int64_t d = 0; d < D; d++) values[d * W] = v[d];
+        }
+    }
+}
+
+// Working memory of up to MAX_ROWS query rows of one sequence and KV head.
+template <class T> struct Rows {
+    int64_t count, head_dim;
+    int64_t position[MAX_ROWS];  // ascending
+    T *q, *p, *last;             // [MAX_ROWS][D], [MAX_ROWS][64], one step of values [D][WIDTH]
+    float *s;                    // [MAX_ROWS][64]
+    float *o, *merged;           // [MAX_ROWS][D] of the open span, of the spans before it
+    float m[MAX_ROWS], l[MAX_ROWS], alpha[MAX_ROWS], merged_m[MAX_ROWS], merged_l[MAX_ROWS];
+
+    void carve(char* memory, int64_t D) {
+        Carver carver{memory};
+        head_dim = D;
+        q = carver.take<T>(MAX_ROWS * D);
+        p = carver.take<T>(MAX_ROWS * BLOCK_KEYS);
+        last = carver.take<T>(2 * D);
+        s = carver.take<float>(MAX_ROWS * BLOCK_KEYS);
+        o = carver.take<float>(MAX_ROWS * D);
+        merged = carver.take<float>(MAX_ROWS * D);
+    }
+    static int64_t bytes(int64_t D) { return MAX_ROWS * (D * 12 + BLOCK_KEYS * 8) + 8 * D + 6 * 64; }
+};
+
+// s[r][16 t + lane] = dot(q[r], key): one chain over steps of the head dimension, ascending, from +0.
+template <class T> struct ScoreProduct {
+    const T* q;
+    float* s;
+    const T* const* tiles;
+    int64_t head_dim;
+    template <int ROWS, int COLS> void call() {
+        constexpr int W = Step<T>::WIDTH;
+        F16 acc[ROWS][COLS];
+        const T* b[COLS];
+        for (int c = 0; c < COLS; c++) {
+            b[c] = tiles[c];
+            for (int r = 0; r < ROWS; r++) acc[r][c] = zero();
+        }
+        accumulate<T, ROWS, COLS>(acc, head_dim / W, q, head_dim, b, TILE_KEYS * W);
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < COLS; c++) store(s + r * BLOCK_KEYS + c * TILE_KEYS, acc[r][c]);
+    }
+};
+
+// o[r] = PV (first) or fma(o[r], alpha[r], PV): PV is one chain over the block's first `keys` keys from +0. The partner
+// that an odd last key lacks counts as zero.
+template <class T> struct ValueProduct {
+    const T* p;
+    const T* const* tiles;
+    const T* last;  // step of the odd last key
+    int64_t keys, head_dim;
+    const float* alpha;
+    float* o;  // first row, at column 0
+    int64_t column;
+    bool first;
+    template <int ROWS, int COLS> void call() {
+        constexpr int W = Step<T>::WIDTH;
+        F16 acc[ROWS][COLS];
+        const T* b[COLS];
+        for (int c = 0; c < COLS; c++)
+            for (int r = 0; r < ROWS; r++) acc[r][c] = zero();
+        for (int64_t key = 0; key < keys / W * W; key += TILE_KEYS) {
+            for (int c = 0; c < COLS; c++) b[c] = tiles[key / TILE_KEYS] + (column + c * LANES) * W;
+            accumulate<T, ROWS, COLS>(acc, min_of(keys - key, TILE_KEYS) / W, p + key, BLOCK_KEYS, b, head_dim * W);
+        }
+        if (keys % W) {
+            for (int c = 0; c < COLS; c++) b[c] = last + (column + c * LANES) * W;
+            accumulate<T, ROWS, COLS>(acc, 1, p + keys - 1, BLOCK_KEYS, b, 0);
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < COLS; c++) {
+                float* out = o + r * head_dim + column + c * LANES;
+                store(out, first ? acc[r][c] : fma(load(out), set1(alpha[r]), acc[r][c]));
+            }
+    }
+};
+
+// One row's block: s -> p (rounded to storage), m, l and the factor alpha of what was accumulated before.
+template <class T> void soften(Rows<T>& rows, int64_t r, int64_t keys, float scale, bool first) {
+    const float* s = rows.s + r * BLOCK_KEYS;
+    const F16 lowest = set1(-HUGE_VALF);
+    F16 x[4], top = lowest;
+    for (int c = 0; c < 4; c++) {
+        x[c] = lowest;
+        if (c * LANES < keys) x[c] = select(first_n(keys - c * LANES), load(s + c * LANES) * set1(scale), lowest);
+        top = max(top, x[c]);
+    }
+    float m = lane_max(top);
+    if (!first && rows.m[r] > m) m = rows.m[r];
+    F16 sum = zero();
+    for (int c = 0; c < 4; c++) {
+        F16 p = zero();
+        if (c * LANES < keys) p = select(first_n(keys - c * LANES), exp(x[c] - set1(m)), zero());
+        store(rows.p + r * BLOCK_KEYS + c * LANES, p);
+        sum = c ? sum + p : p;
+    }
+    const float l = lane_sum(sum);
+    rows.alpha[r] = first ? 0.0f : m == rows.m[r] ? 1.0f : exp_one(rows.m[r] - m);
+    rows.l[r] = first ? l : fma_one(rows.l[r], rows.alpha[r], l);
+    rows.m[r] = m;
+}
+
+// Adds the open span of row r to the spans before it.
+template <class T> void merge(Rows<T>& rows, int64_t r, bool first) {
+    const int64_t D = rows.head_dim;
+    float *into = rows.merged + r * D, *from = rows.o + r * D;
+    if (first) {
+        memcpy(into, from, D * sizeof(float));
+        rows.merged_m[r] = rows.m[r];
+        rows.merged_l[r] = rows.l[r];
+        return;
+    }
+    const float m = rows.merged_m[r] > rows.m[r] ? rows.merged_m[r] : rows.m[r];
+    const float a1 = exp_one(rows.merged_m[r] - m), a2 = exp_one(rows.m[r] - m);
+    for (int64_t d = 0; d < D; d += LANES)
+        store(into + d, fma(load(into + d), set1(a1), load(from + d) * set1(a2)));
+    rows.merged_l[r] = fma_one(rows.merged_l[r], a1, rows.l[r] * a2);
+    rows.merged_m[r] = m;
+}
+
+// The value product of one block for every row that sees it, rows with equally many keys together.
+template <class T> void add_values(Rows<T>& rows, const T* const* tiles, int64_t block, bool first) {
+    constexpr int W = Step<T>::WIDTH;
+    const int64_t D = rows.head_dim, vectors = D / LANES, chunks = ceil_div(vectors, MAX_LANES);
+    for (int64_t r = 0; r < rows.count;) {
+        const int64_t keys = min_of(BLOCK_KEYS, rows.position[r] + 1 - block);
+        int64_t end = r + 1;
+        while (end < rows.count && min_of(BLOCK_KEYS, rows.position[end] + 1 - block) == keys) end++;
+        if (keys > 0) {
+            if (keys % W) {  // its partner in the pair may be unwritten or another row's future
+                const T* step = tiles[keys / TILE_KEYS] + keys % TILE_KEYS / W * D * W;
+                for (int64_t d = 0; d < D; d++) { rows.last[d * W] = step[d * W]; rows.last[d * W + W - 1] = 0; }
+            }
+            ValueProduct<T> product{rows.p + r * BLOCK_KEYS, tiles, rows.last, keys, D, rows.alpha + r, rows.o + r * D, 0, first};
+            for (int64_t c = 0; c < chunks; c++) {
+                product.column = c * vectors / chunks * LANES;
+                with_size(int(end - r), int((c + 1) * vectors / chunks - c * vectors / chunks), product);
+            }
+        }
+        r = end;
+    }
+}
+
+// All blocks of up to MAX_ROWS query rows.
+template <class T> void attend_rows(const AttentionArgs& a, const Tiles& where, Rows<T>& rows) {
+    const T *keys = static_cast<const T*>(a.key_pages), *values = static_cast<const T*>(a.value_pages);
+    const int64_t last = rows.position[rows.count - 1];
+    for (int64_t block = 0; block <= last; block += BLOCK_KEYS) {
+        const bool first = block % a.kv_split == 0;
+        const T *key_tiles[4], *value_tiles[4];
+        const int64_t num_tiles = ceil_div(min_of(BLOCK_KEYS, last + 1 - block), TILE_KEYS);
+        for (int64_t t = 0; t < num_tiles; t++) {
+            const int64_t offset = where.offset(block + t * TILE_KEYS);
+            key_tiles[t] = keys + offset;
+            value_tiles[t] = values + offset;
+        }
+        for (int64_t t = 0; t < num_tiles; t += MAX_LANES) {
+            ScoreProduct<T> product{rows.q, rows.s + t * TILE_KEYS, key_tiles + t, rows.head_dim};
+            with_size(int(rows.count), int(min_of(MAX_LANES, num_tiles - t)), product);
+        }
+        for (int64_t r = 0; r < rows.count; r++) {
+            const int64_t visible = min_of(BLOCK_KEYS, rows.position[r] + 1 - block);
+            if (visible <= 0) continue;
+            if (first && block) merge(rows, r, block == a.kv_split);
+            soften(rows, r, visible, a.scale, first);
+        }
+        add_values(rows, value_tiles, block, first);
+    }
+}
+
+// Rows `begin` to `end` of one sequence, all query heads of one KV head.
+template <class T> void attend_sequence(const AttentionArgs& a, int64_t kv_head, int64_t begin, int64_t end, Rows<T>& rows) {
+    const int64_t D = a.head_dim, group = a.num_heads / a.num_kv_heads, total = (end - begin) * group;
+    const int64_t parts = ceil_div(total, MAX_ROWS);
+    const Tiles where{a.page_table + a.sequences[begin] * a.table_width, a.page_size, kv_head, a.num_kv_heads, D};
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t from = part * total / parts;
+        rows.count = (part + 1) * total / parts - from;
+        for (int64_t r = 0; r < rows.count; r++) {
+            const int64_t row = begin + (from + r) / group, head = kv_head * group + (from + r) % group;
+            rows.position[r] = a.positions[row];
+            memcpy(rows.q + r * D, static_cast<const T*>(a.q) + (row * a.num_heads + head) * D, D * sizeof(T));
+        }
+        attend_rows(a, where, rows);
+        for (int64_t r = 0; r < rows.count; r++) {
+            const int64_t row = begin + (from + r) / group, head = kv_head * group + (from + r) % group;
+            const int64_t span = rows.position[r] / a.kv_split, at = row * a.num_heads + head;
+            if (span) merge(rows, r, false);
+            const float *o = (span ? rows.merged : rows.o) + r * D, l = span ? rows.merged_l[r] : rows.l[r];
+            T* out = static_cast<T*>(a.out) + at * D;
+            for (int64_t d = 0; d < D; d += LANES) store(out + d, load(o + d) / set1(l));
+            if (a.lse) a.lse[at] = (span ? rows.merged_m[r] : rows.m[r]) + log_one(l);
+        }
+    }
+}
+
+// Tokens per item: whole tiles of MAX_ROWS query rows where the group allows, at most about three of them.
+int64_t tokens_per_item(int64_t group) {
+    int64_t tokens = ceil_div(2 * MAX_ROWS, group);
+    while (tokens * group % MAX_ROWS && tokens * group < 4 * MAX_ROWS) tokens++;
+    return tokens;
+}
+
+template <class T> void attend(const AttentionArgs& a, Team& team) {
+    Rows<T> rows;
+    rows.carve(static_cast<char*>(team.scratch_bytes(Rows<T>::bytes(a.head_dim))), a.head_dim);
+    const int64_t tokens = tokens_per_item(a.num_heads / a.num_kv_heads), chunks = ceil_div(a.rows, tokens);
+    for (int64_t item; (item = team.next(0)) < chunks * a.num_kv_heads;) {
+        const int64_t kv_head = item / chunks, chunk = chunks - 1 - item % chunks;  // long rows first
+        const int64_t end = min_of(a.rows, (chunk + 1) * tokens);
+        for (int64_t begin = chunk * tokens; begin < end;) {
+            int64_t stop = begin + 1;
+            while (stop < end && a.sequences[stop] == a.sequences[begin]) stop++;
+            attend_sequence<T>(a, kv_head, begin, stop, rows);
+            begin = stop;
+        }
+    }
+}
+
+}  // namespace
+
+void run_kv_write(const void* args, Team& team) {
+    const KVWriteArgs& a = *static_cast<const KVWriteArgs*>(args);
+    for (int64_t item; (item = team.next(0)) * TILE_KEYS < a.rows;) {
+        const int64_t begin = item * TILE_KEYS, end = min_of(a.rows, begin + TILE_KEYS);
+        if (a.storage) write_rows<bf16>(a, begin, end); else write_rows<float>(a, begin, end);
+    }
+}
+
+void run_attention(const void* args, Team& team) {
+    const AttentionArgs& a = *static_cast<const AttentionArgs*>(args);
+    if (a.storage) attend<bf16>(a, team); else attend<float>(a, team);
+}
+
+}  // namespace zg

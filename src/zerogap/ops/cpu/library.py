@@ -23,6 +23,7 @@ from zerogap.errors import ConfigError, ZerogapError
 FOLDER = Path(__file__).parent
 ISAS = ("avx512bf16", "avx2", "portable")  # best first
 ARGS_BYTES = 504
+STORAGE = {torch.float32: 0, torch.bfloat16: 1}  # the `storage` flag of argument structs
 
 
 class Command(ctypes.Structure):

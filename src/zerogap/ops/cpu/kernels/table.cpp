@@ -1,6 +1,12 @@
 // Every op of this build, by name. The order is of no account: ops/cpu/library.py asks for names and sizes.
 #include "attention.h"
+#include "activation.h"
+#include "digest.h"
+#include "embedding.h"
+#include "norm.h"
+#include "optim.h"
 #include "product.h"
+#include "rope.h"
 
 namespace zg {
 
@@ -14,6 +20,19 @@ const OpEntry OPS[] = {
     {"kv_write", run_kv_write, sizeof(KVWriteArgs)},
     {"attention", run_attention, sizeof(AttentionArgs)},
     {"attention_grad", run_attention_grad, sizeof(AttentionGradArgs)},
+    {"norm", run_norm, sizeof(NormArgs)},
+    {"norm_grad", run_norm_grad, sizeof(NormGradArgs)},
+    {"rope", run_rope, sizeof(RopeArgs)},
+    {"rope_table", run_rope_table, sizeof(RopeTableArgs)},
+    {"silu_mul", run_silu_mul, sizeof(SiluMulArgs)},
+    {"silu_mul_grad", run_silu_mul_grad, sizeof(SiluMulGradArgs)},
+    {"gather", run_gather, sizeof(GatherArgs)},
+    {"scatter", run_scatter, sizeof(ScatterArgs)},
+    {"embedding_grad", run_embedding_grad, sizeof(EmbeddingGradArgs)},
+    {"adamw", run_adamw, sizeof(AdamWArgs)},
+    {"square_sums", run_square_sums, sizeof(SquareSumsArgs)},
+    {"add", run_add, sizeof(AddArgs)},
+    {"digest", run_digest, sizeof(DigestArgs)},
 };
 const int NUM_OPS = sizeof(OPS) / sizeof(OPS[0]);
 

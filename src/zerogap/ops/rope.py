@@ -100,7 +100,7 @@ def rope(
     positions = context.positions
     if not library.recording() and positions.numel():
         low, high = int(positions.min()), int(positions.max())
-        assert 0 <= low and high < table.shape[0], f"positions {low}..{high} outside a table of {table.shape[0]}"
+        assert low >= 0 and high < table.shape[0], f"positions {low}..{high} outside a table of {table.shape[0]}"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         q_out, k_out = _Rope.apply(q, k, table, head_dim, positions)
     else:
@@ -118,7 +118,5 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
-        turned = kernels.rotate(
-            dq.contiguous(), dk.contiguous(), ctx.table, ctx.positions, ctx.head_dim, inverse=True
-        )
+        turned = kernels.rotate(dq.contiguous(), dk.contiguous(), ctx.table, ctx.positions, ctx.head_dim, inverse=True)
         return *turned, None, None, None

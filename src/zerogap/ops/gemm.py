@@ -6,10 +6,10 @@ pairs, odd element first); leaves joined by the fixed tree (adjacent pairs, an o
 Depends on: the row itself, the weight, the leaf size. Never on: number, position or values of other rows, which
 projections are concatenated, threads, or ranks that own whole leaves.
 
-Gradients: dx is the same product over the output axis, over all weights of the call; gate and up (`chain`): one accumulator per
-leaf runs gate's slice, then up's; q, k, v (`trees`): separate trees, finished, added FP32 in that order, `rn` once. dW is
-a sum over blocks of 128 rows of a pack, each from +0, added ascending to the handle's FP32 accumulator; it never passes
-through torch.
+Gradients: dx is the same product over the output axis, over all weights of the call. `chain` (gate, up): one
+accumulator per leaf runs gate's slice, then up's. `trees` (q, k, v): separate trees, finished, added FP32 in that
+order, `rn` once. dW is a sum over blocks of 128 rows of a pack, each from +0, added ascending to the handle's FP32
+accumulator; it never passes through torch.
 
 Shapes: T rows, K inputs, N_i outputs, R rows of the head, V vocabulary.
 """
@@ -41,7 +41,7 @@ def linear(
 
     Args:
         x: [T, K] storage dtype.
-        weights: handles [N_i, K]; forward leaves are `K / spec.in_leaves`, input-gradient leaves `N_i / spec.out_leaves`.
+        weights: handles [N_i, K]; leaves hold `K / spec.in_leaves` elements forward, `N_i / spec.out_leaves` backward.
         biases: one per weight, [N_i] or None.
         context: `pack_starts` is needed where a weight is trainable.
         gradient: how dx sums over the weights: `chain` (gate, up; also a single weight) or `trees` (q, k, v).

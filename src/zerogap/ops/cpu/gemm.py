@@ -21,65 +21,65 @@ _address, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
 class _Segment(ctypes.Structure):
-    _fields_ = [
+    _fields_ = (
         *[(name, _address) for name in ("x", "panels", "bias", "out")],
         *[(name, _int64) for name in ("width", "reduce", "leaf_size")],
-    ]
+    )
 
 
 class _ProductArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         ("rows", _int64),
         *[(name, _int32) for name in ("num_segments", "mode", "storage", "out_fp32")],
         ("segment", _Segment * MAX_SEGMENTS),
-    ]
+    )
 
 
 class _FinishArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         *[(name, _int64) for name in ("rows", "n", "num_sums")],
         ("sums", _address * MAX_SEGMENTS),
         ("bias", _address),
         ("out", _address),
         ("storage", _int32),
-    ]
+    )
 
 
 class _WeightGradArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         ("rows", _int64),
         *[(name, _address) for name in ("dy", "x", "pack_starts")],
         *[(name, _int64) for name in ("num_packs", "n", "k")],
         *[(name, _address) for name in ("acc", "workspace")],
         ("storage", _int32),
-    ]
+    )
 
 
 class _ColumnGradArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         ("rows", _int64),
         *[(name, _address) for name in ("dy", "pack_starts")],
         *[(name, _int64) for name in ("num_packs", "n")],
         ("acc", _address),
         ("storage", _int32),
-    ]
+    )
 
 
 class _PackArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         *[(name, _int64) for name in ("rows", "k")],
         ("source", _address),
         *[(name, _int32) for name in ("source_fp32", "storage")],
         *[(name, _address) for name in ("panels", "transposed")],
-    ]
+    )
 
 
 class _UnpackArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         *[(name, _int64) for name in ("rows", "k")],
         *[(name, _address) for name in ("panels", "out")],
         ("storage", _int32),
-    ]
+    )
 
 
 _product = Operation("product", _ProductArguments)

@@ -1,9 +1,11 @@
 """The matrix-product contract written out literally in numpy FP32, slow and obvious: what the kernels must equal.
 
-Order of one accumulator: BF16 pairs along the reduced axis, the odd element's product first, both exact in FP32 and added
-with one rounding each; an odd tail pairs with a zero. FP32: one fma per element (multiply, then add, on the portable
-build), ascending. Leaves by the fixed tree. No value here is ever subnormal, so flushing does not show.
+Order of one accumulator: BF16 pairs along the reduced axis, the odd element's product first, both exact in FP32 and
+added with one rounding each; an odd tail pairs with a zero. FP32: one fma per element (on the portable build: multiply,
+then add), ascending. Leaves by the fixed tree. No value here is ever subnormal, so flushing does not show.
 """
+
+import itertools
 
 import numpy as np
 import torch
@@ -82,7 +84,7 @@ def blocks(pack_starts: list[int]) -> list[slice]:
     """Blocks of 128 rows of each pack, ascending."""
     return [
         slice(row, min(row + 128, end))
-        for start, end in zip(pack_starts, pack_starts[1:], strict=False)
+        for start, end in itertools.pairwise(pack_starts)
         for row in range(start, end, 128)
     ]
 

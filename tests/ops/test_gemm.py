@@ -55,7 +55,7 @@ def context(pack_starts: list[int]) -> ForwardContext:
     return ForwardContext(none, none, none, 16, pack_starts=torch.tensor(pack_starts, dtype=torch.int32))
 
 
-# ------------------------------------------------------------------------------------------------ the contract, literally
+# -------------------------------------------------------------------------------- the contract, literally
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -204,7 +204,7 @@ def test_weight_grad_accuracy(dtype: torch.dtype) -> None:
     assert ((acc.double() - dy.double().T @ x.double()).abs() <= bound).all()
 
 
-# ------------------------------------------------------------------------------------------------ rows do not see each other
+# -------------------------------------------------------------------------------- rows do not see each other
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

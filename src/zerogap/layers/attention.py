@@ -53,7 +53,7 @@ class Attention:
         """[T, H] normed input -> [T, H] update of the residual stream."""
         s = self.sizes
         q_TQ, k_TK, v_TK = linear(
-            x_TH, self.projections, self.biases, context, gradient="trees", exchange=self.exchange
+            x_TH, self.projections, self.biases, context, gradient="trees", grad_exchange=self.exchange
         )
         if self.query_norm is not None and self.key_norm is not None:
             q_TQ = head_norm(q_TQ, self.query_norm, s.num_heads, s.norm_eps, s.leaves, context)

@@ -20,7 +20,7 @@ class GatedMLP:
     def __call__(self, x_TH: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, H] normed input -> [T, H] update of the residual stream."""
         gate_TF, up_TF = linear(
-            x_TH, (self.gate, self.up), (None, None), context, gradient="chain", exchange=self.exchange
+            x_TH, (self.gate, self.up), (None, None), context, gradient="chain", grad_exchange=self.exchange
         )
         inner_TF = silu_mul(gate_TF, up_TF)
         (out_TH,) = linear(inner_TF, (self.down,), (None,), context, gradient="chain", exchange=self.exchange)

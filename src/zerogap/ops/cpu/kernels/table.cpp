@@ -7,6 +7,7 @@
 #include "optim.h"
 #include "product.h"
 #include "rope.h"
+#include "sampling.h"
 
 namespace zg {
 
@@ -33,6 +34,10 @@ const OpEntry OPS[] = {
     {"square_sums", run_square_sums, sizeof(SquareSumsArgs)},
     {"add", run_add, sizeof(AddArgs)},
     {"digest", run_digest, sizeof(DigestArgs)},
+    {"logprob", run_logprob, sizeof(LogprobArgs)},
+    {"logprob_grad", run_logprob_grad, sizeof(LogprobGradArgs)},
+    {"sample", run_sample, sizeof(SampleArgs)},
+    {"philox", run_philox, sizeof(PhiloxArgs)},
 };
 const int NUM_OPS = sizeof(OPS) / sizeof(OPS[0]);
 

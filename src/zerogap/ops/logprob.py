@@ -9,12 +9,13 @@ forward keeps maximum, sum and kept rule per row, the backward computes each blo
 (+0 for excluded ids; a row whose two derivatives are zero is +0). Then dX = dlogits W over the vocabulary leaves, and
 dW is added to the weight's open accumulator by blocks of 128 rows.
 
-Those blocks are 128 consecutive *output rows of one pack*, ascending, the pack's last block ragged: a pack's output rows
-are the entries of `context.output_rows` that lie in it. They depend on the pack alone, so dW depends on the packs of the
-bin in their order, never on how packs are grouped into micro-batches. No other result depends on anything but its row.
+Those blocks are 128 consecutive *output rows of one pack*, ascending, the pack's last block ragged; a pack's output
+rows are the entries of `context.output_rows` that lie in it. They depend on the pack alone, so dW depends on the packs
+of the bin in their order, never on how packs are grouped into micro-batches. Other results depend on their row alone.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -41,8 +42,8 @@ class KeptSets:
 
     Attributes:
         counts, digests: int32 and uint64 [R]; the vocabulary's size and 0 where nothing was filtered.
-        words: int64 [R, ceil(V / 64)], id i is bit i % 64 of word i / 64; None until materialised. With words the filters
-            are not evaluated: a filtered row keeps exactly these ids.
+        words: int64 [R, ceil(V / 64)], id i is bit i % 64 of word i / 64; None until materialised. With words the
+            filters are not evaluated: a filtered row keeps exactly these ids.
         materialise: True to have the sets of the next forward written to `words`, for updates at other weights.
         mismatched: bool [R] where the set that was computed (or given as words) has another count or digest than the
             recorded one: a parity difference, to be reported like a differing log-prob.
@@ -82,7 +83,7 @@ def row_blocks(context: ForwardContext, rows: int) -> Iterator[tuple[int, int, l
         starts = torch.searchsorted(context.output_rows, context.pack_starts.to(torch.int64)).tolist()
     assert starts[0] == 0 and starts[-1] == rows, f"packs cover output rows {starts[0]}..{starts[-1]} of {rows}"
     borders = [0]
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in itertools.pairwise(starts):
         borders += [*range(begin + GRAD_BLOCK, end, GRAD_BLOCK), end] if end > begin else []
     first = 0
     while first + 1 < len(borders):
@@ -207,8 +208,9 @@ def token_logprobs(
     assert not library.recording(), "token_logprobs is the trainer's: it is never recorded"
     assert hidden.dim() == 2 and len(targets) == len(sampling) == rows, "one target and one set of parameters per row"
     assert kept is None or len(kept) == rows, "one kept set per row"
-    if rows and not (0 <= int(targets.min()) and int(targets.max()) < vocab):
-        wrong = int(((targets < 0) | (targets >= vocab)).nonzero()[0, 0])
+    outside = (targets < 0) | (targets >= vocab)
+    if outside.any():
+        wrong = int(outside.nonzero()[0, 0])
         raise ConfigError(f"targets[{wrong}]", int(targets[wrong]), f"give an id from 0 to {vocab - 1}")
     hidden, targets = hidden.contiguous(), targets.contiguous()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.anchor.requires_grad):

@@ -61,13 +61,12 @@ class SamplingRows:
         def column(name: str, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor([getattr(p, name) for p in params], dtype=dtype).repeat_interleave(repeats)
 
-        rows = cls(
+        return cls(
             column("temperature", torch.float32),
             torch.tensor([min(p.top_k, 2**31 - 1) for p in params], dtype=torch.int32).repeat_interleave(repeats),
             column("top_p", torch.float32),
             column("min_p", torch.float32),
         )
-        return rows
 
     def set(self, row: int, params: SamplingParams) -> None:
         """Write one row in place."""

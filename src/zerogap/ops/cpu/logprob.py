@@ -15,29 +15,29 @@ LEAF_WORDS = 8  # int64 words of a LeafState
 class VocabularyRows(ctypes.Structure):
     """Mirror of `zg::VocabularyRows` (kernels/logprob.h)."""
 
-    _fields_ = [
+    _fields_ = (
         *((name, c_void_p) for name in ("logits", "temperature", "top_k", "top_p", "min_p", "bits", "bits_out")),
         *((name, c_void_p) for name in ("leaves", "rules", "logp", "entropy", "count", "digest")),
         *((name, c_int64) for name in ("vocab", "leaf_size")),
-    ]
+    )
 
 
 class LogprobArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         ("rows", c_int64),
         ("v", VocabularyRows),
         *((name, c_void_p) for name in ("targets", "row_max", "row_sum")),
-    ]
+    )
 
 
 class LogprobGradArguments(Arguments):
-    _fields_ = [
+    _fields_ = (
         ("rows", c_int64),
         *((name, c_void_p) for name in ("logits", "temperature", "bits", "rules", "targets")),
         *((name, c_void_p) for name in ("row_max", "row_sum", "entropy", "d_logp", "d_entropy", "out")),
         *((name, c_int64) for name in ("vocab", "leaf_size")),
         ("storage", c_int32),
-    ]
+    )
 
 
 LOGPROB = Operation("logprob", LogprobArguments)

@@ -9,11 +9,11 @@ from zerogap.ops.cpu.logprob import RowOutputs, VocabularyRows, vocabulary_rows
 
 
 class SampleArguments(Arguments):
-    _fields_ = [("rows", c_int64), ("v", VocabularyRows), ("keys", c_void_p), ("ids", c_void_p)]
+    _fields_ = (("rows", c_int64), ("v", VocabularyRows), ("keys", c_void_p), ("ids", c_void_p))
 
 
 class PhiloxArguments(Arguments):
-    _fields_ = [("rows", c_int64), ("counters", c_void_p), ("keys", c_void_p), ("out", c_void_p)]
+    _fields_ = (("rows", c_int64), ("counters", c_void_p), ("keys", c_void_p), ("out", c_void_p))
 
 
 SAMPLE = Operation("sample", SampleArguments)

@@ -18,8 +18,9 @@ import torch
 from zerogap.errors import ConfigError, ContractError, ParityError
 from zerogap.models.decoder import Decoder, call_block
 from zerogap.numerics import Numerics, preset
-from zerogap.ops.logprob import KeptSets, SamplingRows, token_logprobs
+from zerogap.ops.logprob import KeptSets, token_logprobs
 from zerogap.ops.optim import tree_add
+from zerogap.ops.sampling import SamplingRows
 from zerogap.train.bins import GradientBins
 from zerogap.train.optimizer import AdamW, OptimizerSettings, OptimizerStep
 from zerogap.train.packing import PAGE_SIZE, MicroBatch, build_micro_batch, micro_batches, plan_packs
@@ -113,13 +114,15 @@ class Trainer:
                 micro = build_micro_batch(run, batch.samples)
                 if not len(micro.targets):
                     continue
-                logp, entropy, kept = self._forward(micro, batch.samples, kept_sets.get(micro.samples))
-                if kept is not None:
-                    kept_sets[micro.samples] = kept
+                kept = self._kept_sets(micro, batch, kept_sets)
+                logp, entropy = self._forward(micro, kept)
                 rows = batch.rows(
                     micro.samples, logp.detach().numpy(), entropy.detach().numpy(), self.decoder.version
                 )
-                differs = (rows.logp.view(np.int32) != rows.rollout_logp.view(np.int32)) & rows.current
+                differs = rows.logp.view(np.int32) != rows.rollout_logp.view(np.int32)
+                if kept is not None:
+                    differs |= kept.mismatched.numpy()
+                differs &= rows.current
                 compared += int(rows.current.sum())
                 mismatched += int(differs.sum())
                 if differs.any() and self.on_mismatch == "abort":
@@ -164,7 +167,7 @@ class Trainer:
                 micro = build_micro_batch(run, samples)
                 if not len(micro.targets):
                     continue
-                logp, _, _ = self._forward(micro, samples, None)
+                logp, _ = self._forward(micro, None)
                 lengths = [len(samples[i].completion_ids) for i in micro.samples]
                 for index, part in zip(micro.samples, np.split(logp.numpy(), np.cumsum(lengths)[:-1]), strict=True):
                     out[index] = part.copy()
@@ -188,19 +191,24 @@ class Trainer:
 
     # ---- parts
 
-    def _forward(
-        self, micro: MicroBatch, samples: Sequence[Sample], kept: KeptSets | None
-    ) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
-        """FP32 log-probs and entropies [R] of the micro-batch's completion tokens, and their kept sets."""
+    def _forward(self, micro: MicroBatch, kept: KeptSets | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """FP32 log-probs and entropies [R] of the micro-batch's completion tokens."""
         scratch = self._scratch_pages(micro.num_pages)
         run_block = recompute_block if self.activation_recompute and torch.is_grad_enabled() else call_block
         hidden = self.decoder.hidden(micro.ids, micro.context, [scratch] * len(self.decoder.blocks), run_block)
         rows = SamplingRows.of(micro.row_params)
-        if kept is None and rows.filters:
-            chosen = [samples[i] for i in micro.samples]
-            kept = KeptSets.recorded([s.kept_counts for s in chosen], [s.kept_digests for s in chosen])
-        logp, entropy, kept = token_logprobs(hidden, self.decoder.head, micro.targets, rows, kept, micro.context)
-        return logp, entropy, kept
+        return token_logprobs(hidden, self.decoder.head, micro.targets, rows, kept, micro.context)
+
+    def _kept_sets(
+        self, micro: MicroBatch, batch: TrainBatch, known: dict[tuple[int, ...], KeptSets]
+    ) -> KeptSets | None:
+        """The micro-batch's kept sets: as recorded at the first update of a batch, materialised for later ones."""
+        if not any(params.filters for params in micro.row_params):
+            return None
+        if micro.samples not in known:
+            chosen = [batch.samples[i] for i in micro.samples]
+            known[micro.samples] = KeptSets.of(chosen, self.decoder.spec.vocab_size, materialise=True)
+        return known[micro.samples]
 
     def _scratch_pages(self, num_pages: int) -> LayerKV:
         """Pages for one layer's keys and values; every layer overwrites the last one's."""

@@ -52,7 +52,9 @@ class OptimizerSettings:
         assert self.total_updates is not None
         span = max(1, self.total_updates - self.warmup_updates)
         done = min(1.0, (update - self.warmup_updates) / span)
-        return self.learning_rate * (1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+        return self.learning_rate * (
+            1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,9 @@ class AdamW:
                 (h.spec.name for h, g in zip(self.handles, gradients, strict=True) if not torch.isfinite(g).all()),
                 "no single tensor: the sum of squares overflows",
             )
-            raise NonFiniteError(f"update {self.updates + 1}: the gradient is not finite in {bad}; weights are unchanged")
+            raise NonFiniteError(
+                f"update {self.updates + 1}: the gradient is not finite in {bad}; weights are unchanged"
+            )
         s = self.settings
         scale = s.max_grad_norm / norm if s.max_grad_norm and norm > s.max_grad_norm else 1.0
         rate = s.rate(self.updates) if learning_rate is None else learning_rate

@@ -116,9 +116,7 @@ class Trainer:
                     continue
                 kept = self._kept_sets(micro, batch, kept_sets)
                 logp, entropy = self._forward(micro, kept)
-                rows = batch.rows(
-                    micro.samples, logp.detach().numpy(), entropy.detach().numpy(), self.decoder.version
-                )
+                rows = batch.rows(micro.samples, logp.detach().numpy(), entropy.detach().numpy(), self.decoder.version)
                 differs = rows.logp.view(np.int32) != rows.rollout_logp.view(np.int32)
                 if kept is not None:
                     differs |= kept.mismatched.numpy()

@@ -127,13 +127,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
 def test_quick_start_model_and_its_export(tmp_path):
     files = quick_start_files()
     spec = files.spec
-    assert (spec.family, spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads) == (
-        "llama",
-        30,
-        576,
-        9,
-        3,
-    )
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads) == (30, 576, 9, 3)
     assert (spec.norm_eps, spec.rope.theta, spec.tied, spec.vocab_size) == (1e-5, 100000.0, True, 49152)
     assert (spec.eos_token_ids, spec.bos_token_id) == ((2,), 1)
     folder = save_folder(tmp_path / "smol", spec, ((n, t.to(torch.bfloat16)) for n, t in files.tensors()), files)
@@ -141,8 +135,7 @@ def test_quick_start_model_and_its_export(tmp_path):
     assert copy.spec == spec and copy.chat_template == files.chat_template and copy.config["dtype"] == "bfloat16"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer("Spain has Madrid. The capital of France is", return_tensors="pt")
     with torch.no_grad():
         answer = model(**inputs).logits[0, -1].argmax()
-    assert tokenizer.decode(answer) == "Paris"  # permuted rows or wrong blocks would give noise
+    assert tokenizer.decode(answer) == " Paris"  # permuted rows or wrong blocks would give noise

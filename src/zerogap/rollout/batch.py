@@ -40,7 +40,8 @@ class BatchBuffers:
             T, and for each output row the slot of its sequence.
         """
         ids, positions, sequences, output_rows = self._views
-        row, slots = 0, []
+        row = 0
+        slots: list[int] = []
         for sequence, start, count in chunks:
             end = row + count
             ids[row:end] = sequence.ids[start : start + count]

@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count is not used
 
     @property
     def draws(self) -> bool:

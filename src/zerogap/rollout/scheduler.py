@@ -117,7 +117,7 @@ class Scheduler:
         return Chunk(sequence, sequence.computed, count)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Shared pages of the longest published prefix; the last known token is never in it, as its logits are needed."""
+        """Shared pages of the longest published prefix; never with the last known token: its logits are needed."""
         pages: list[int] = []
         if not self.pool.prefix_cache:
             return pages

@@ -30,6 +30,8 @@ _HOME = {
     "TrainBatch": "zerogap.types",
     "Trainer": "zerogap.train.trainer",
     "ZerogapError": "zerogap.errors",
+    "build_batch": "zerogap.rl.advantage",
+    "group_advantages": "zerogap.rl.advantage",
     "open_model": "zerogap.weights",
     "preset": "zerogap.numerics",
 }

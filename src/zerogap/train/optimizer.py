@@ -99,6 +99,7 @@ class AdamW:
         rate = s.rate(self.updates) if learning_rate is None else learning_rate
         self.updates += 1
         for handle, gradient, first, second in zip(self.handles, gradients, self.first, self.second, strict=True):
+            assert handle.master is not None, f"{handle.spec.name} is not trainable"
             decay = 0.0 if handle.spec.kind == "vector" else s.weight_decay
             adamw(
                 handle.master,

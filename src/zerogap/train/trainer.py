@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,7 @@ class Trainer:
                 rows = batch.rows(micro.samples, logp.detach().numpy(), entropy.detach().numpy(), self.decoder.version)
                 differs = rows.logp.view(np.int32) != rows.rollout_logp.view(np.int32)
                 if kept is not None:
+                    assert kept.mismatched is not None, "the forward verifies every kept set"
                     differs |= kept.mismatched.numpy()
                 differs &= rows.current
                 compared += int(rows.current.sum())
@@ -171,7 +173,7 @@ class Trainer:
                     out[index] = part.copy()
         return out
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """Everything that a checkpoint needs besides the model's source: tensors by name and plain facts."""
         return {
             "tensors": self.optimizer.state(),

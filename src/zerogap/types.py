@@ -383,14 +383,9 @@ class KVCodec(Protocol):
     so a codec that rounds (FP8) rounds on both sides.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
+    name: str
+    num_kv_heads: int
+    head_dim: int
 
     def bytes_per_token(self) -> int:
         """Bytes of keys, values and scales per token and layer."""

@@ -7,7 +7,7 @@ import pytest
 
 from zerogap.rollout.pages import PagePool
 from zerogap.rollout.scheduler import Scheduler
-from zerogap.rollout.sequence import Sequence
+from zerogap.rollout.sequence import Request, Sequence
 from zerogap.types import SamplingKey, SamplingParams
 
 
@@ -18,7 +18,7 @@ def make(num_pages=64, page_size=16, tokens=64, sequences=4, prefix_cache=True):
 
 def request(index, prompt, max_tokens=8):
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence.of(index, np.asarray(prompt, np.int32), params, SamplingKey(prompt=index), frozenset())
+    return Sequence.of(index, Request(np.asarray(prompt, np.int32), params, SamplingKey(prompt=index), frozenset()))
 
 
 def play(scheduler, chunks, contents=None):
@@ -35,7 +35,7 @@ def play(scheduler, chunks, contents=None):
                 assert contents[page * page_size + p % page_size] == hash(sequence.ids[: p + 1].tobytes())
     for chunk in chunks:
         sequence, draws = chunk.sequence, chunk.draws
-        sequence.computed += chunk.count
+        sequence.computed += chunk.size
         if draws:
             sequence.append(int(sequence.ids[sequence.length - 1]) * 7 % 101 + sequence.index, -1.0, 0)
             if sequence.finish_reason:
@@ -45,8 +45,8 @@ def play(scheduler, chunks, contents=None):
 def finish(scheduler, contents=None, limit=10_000):
     steps = []
     while chunks := scheduler.schedule():
-        steps.append([(c.sequence.index, c.start, c.count) for c in chunks])
-        assert 0 < sum(c.count for c in chunks) <= scheduler.max_batch_tokens
+        steps.append([(c.sequence.index, c.start, c.size) for c in chunks])
+        assert 0 < sum(c.size for c in chunks) <= scheduler.max_batch_tokens
         assert len(scheduler.running) <= len(scheduler.page_table)
         play(scheduler, chunks, contents)
         scheduler.pool.check()
@@ -75,7 +75,7 @@ def test_an_early_long_prompt_leaves_a_token_to_every_later_running_sequence():
     for index in range(3):
         scheduler.add(request(index, [index] * (40 if index == 0 else 2), max_tokens=6))
     first = scheduler.schedule()
-    assert [(c.sequence.index, c.count) for c in first] == [(0, 8)]
+    assert [(c.sequence.index, c.size) for c in first] == [(0, 8)]
     play(scheduler, first)
     steps = finish(scheduler)
     assert all(sum(count for _, _, count in step) <= 8 for step in steps)
@@ -87,7 +87,7 @@ def test_group_members_share_the_full_pages_of_their_prompt_in_the_very_first_st
     for index in range(4):
         scheduler.add(request(index, range(37)))
     chunks = scheduler.schedule()
-    assert [(c.start, c.count) for c in chunks] == [(0, 37), (32, 5), (32, 5), (32, 5)]
+    assert [(c.start, c.size) for c in chunks] == [(0, 37), (32, 5), (32, 5), (32, 5)]
     assert len({tuple(c.sequence.pages[:2]) for c in chunks}) == 1
     assert len({c.sequence.pages[2] for c in chunks}) == 4  # the ragged last page is everybody's own
     assert scheduler.cache_hit_tokens == 96
@@ -101,7 +101,7 @@ def test_the_last_prompt_token_is_always_computed(length, hit):
     finish(scheduler)
     scheduler.add(request(1, range(length)))
     (chunk,) = scheduler.schedule()
-    assert (chunk.start, chunk.count) == (hit, length - hit)
+    assert (chunk.start, chunk.size) == (hit, length - hit)
     assert chunk.draws
 
 
@@ -155,7 +155,7 @@ def test_dropping_all_keys_and_values_restarts_running_sequences_in_order():
     scheduler.drop_all()
     assert [s.index for s in scheduler.waiting] == [0, 1, 2]
     assert scheduler.pool.held == 0
-    assert [(c.sequence.index, c.start, c.count) for c in scheduler.schedule()] == [(0, 0, 22), (1, 0, 22), (2, 0, 20)]
+    assert [(c.sequence.index, c.start, c.size) for c in scheduler.schedule()] == [(0, 0, 22), (1, 0, 22), (2, 0, 20)]
     finish(scheduler)
 
 

@@ -33,5 +33,4 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        gate, up = ctx.saved_tensors
-        return kernels.silu_mul_grad(gate, up, d_out.contiguous())
+        return kernels.silu_mul_grad(*ctx.saved_tensors, d_out.contiguous())

@@ -4,12 +4,13 @@ Buffers have the capacity of the largest step and never move, so one recorded pr
 the first T rows (tokens) and the first R rows (outputs) and says how many there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 
 import numpy as np
 import torch
 
 from zerogap.rollout.scheduler import Chunk
+from zerogap.rollout.sequence import Sequence
 from zerogap.types import ForwardContext
 
 
@@ -33,25 +34,25 @@ class BatchBuffers:
         self._views = [t.numpy() for t in (self.ids, self.positions, self.sequences, self.output_rows)]
         self._ascending = np.arange(max_pages * page_size, dtype=np.int32)
 
-    def fill(self, chunks: Sequence[Chunk]) -> tuple[int, list[int]]:
+    def fill(self, chunks: List[Chunk]) -> tuple[int, list[Sequence]]:
         """Lay the chunks one after the other.
 
         Returns:
-            T, and for each output row the slot of its sequence.
+            T, and for each of the R output rows the sequence that draws.
         """
         ids, positions, sequences, output_rows = self._views
         row = 0
-        slots: list[int] = []
+        drawing: list[Sequence] = []
         for sequence, start, count in chunks:
             end = row + count
             ids[row:end] = sequence.ids[start : start + count]
             positions[row:end] = self._ascending[start : start + count]
             sequences[row:end] = sequence.slot
             if start + count == sequence.length:
-                output_rows[len(slots)] = end - 1
-                slots.append(sequence.slot)
+                output_rows[len(drawing)] = end - 1
+                drawing.append(sequence)
             row = end
-        return row, slots
+        return row, drawing
 
     def context(self, num_tokens: int | None = None, num_outputs: int | None = None) -> ForwardContext:
         """The context over the first rows of the buffers; None: over their whole capacity."""

@@ -18,16 +18,16 @@ from zerogap.rollout.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `start + count` of a sequence, to be computed in this step."""
+    """Tokens `start` to `start + size` of a sequence, to be computed in this step."""
 
     sequence: Sequence
     start: int
-    count: int  # type: ignore[assignment]  # tuple.count is not used
+    size: int
 
     @property
     def draws(self) -> bool:
         """True if this computes the last known token, so that the next one can be drawn."""
-        return self.start + self.count == self.sequence.length
+        return self.start + self.size == self.sequence.length
 
 
 class Scheduler:
@@ -86,11 +86,11 @@ class Scheduler:
         page_size = self.pool.page_size
         while self.waiting and budget > 0 and self._free_slots:
             sequence = self.waiting[0]
-            pages = self._find_prefix(sequence)
+            pages = self.find_prefix(sequence)
             needed = -(-sequence.length // page_size) - len(pages)
             # One page stays free for each running sequence: it would preempt the new one within page_size steps.
             if needed + len(self.running) > self.pool.available:
-                self._give_back(pages)
+                self.give_back(pages)
                 sequence.page_keys.clear()
                 return
             self.waiting.popleft()
@@ -116,8 +116,8 @@ class Scheduler:
                 self.pool.publish(sequence.pages[i], sequence.page_keys[i])
         return Chunk(sequence, sequence.computed, count)
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Shared pages of the longest published prefix; never with the last known token: its logits are needed."""
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """Shared pages of the longest published prefix, without the last known token: its logits are needed."""
         pages: list[int] = []
         if not self.pool.prefix_cache:
             return pages
@@ -166,11 +166,11 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
-        self._give_back(sequence.pages)
+        self.give_back(sequence.pages)
         sequence.slot, sequence.pages, sequence.computed = -1, [], 0
         sequence.page_keys.clear()
 
-    def _give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: list[int]) -> None:
         """Last page first, so that a prefix outlives what follows it."""
         for page in reversed(pages):
             self.pool.give_back(page)

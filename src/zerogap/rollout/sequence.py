@@ -9,7 +9,18 @@ import dataclasses
 
 import numpy as np
 
+from zerogap.rollout.completion_text import CompletionText
 from zerogap.types import Identity, Sample, SamplingKey, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """One completion to draw: int32 [P] prompt ids, how, and under which key."""
+
+    prompt_ids: np.ndarray
+    params: SamplingParams
+    key: SamplingKey
+    stop_ids: frozenset[int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -26,7 +37,7 @@ class Sequence:
         pages: page of each run of `page_size` tokens.
         page_keys: chained prefix-cache key of each full page that was offered to the cache.
         logprobs, versions, kept_counts, kept_digests: one entry per drawn token.
-        text: decoded completion, kept up to date only where stop strings or a stream need it.
+        text: its text, kept only where stop strings or a stream need it.
     """
 
     index: int
@@ -45,16 +56,15 @@ class Sequence:
     kept_counts: list[int] = dataclasses.field(default_factory=list)
     kept_digests: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
-    text: str = ""
+    text: CompletionText | None = None
 
     @classmethod
-    def of(
-        cls, index: int, prompt_ids: np.ndarray, params: SamplingParams, key: SamplingKey, stop_ids: frozenset[int]
-    ) -> "Sequence":
-        """A request that has computed and drawn nothing yet. `prompt_ids`: int32 [P], at least one."""
-        ids = np.zeros(len(prompt_ids) + params.max_tokens, np.int32)
-        ids[: len(prompt_ids)] = prompt_ids
-        return cls(index, len(prompt_ids), params, key, stop_ids, ids, len(prompt_ids))
+    def of(cls, index: int, request: Request) -> "Sequence":
+        """A request that has computed and drawn nothing yet."""
+        length = len(request.prompt_ids)
+        ids = np.zeros(length + request.params.max_tokens, np.int32)
+        ids[:length] = request.prompt_ids
+        return cls(index, length, request.params, request.key, request.stop_ids, ids, length)
 
     @property
     def num_drawn(self) -> int:
@@ -77,8 +87,9 @@ class Sequence:
         elif drawn == self.params.max_tokens:
             self.finish_reason = "length"
 
-    def to_sample(self, identity: Identity, text: str, finish_reason: str | None = None) -> Sample:
-        """The immutable record handed to the caller. Sequences that are not finished are `abort`."""
+    def to_sample(self, identity: Identity, text: str) -> Sample:
+        """The immutable record handed to the caller."""
+        assert self.finish_reason is not None, "only finished sequences become samples"
         filters = self.params.filters
         return Sample(
             prompt_ids=self.ids[: self.prompt_length].copy(),
@@ -88,7 +99,7 @@ class Sequence:
             identity=identity,
             key=self.key,
             params=self.params,
-            finish_reason=finish_reason or self.finish_reason or "abort",
+            finish_reason=self.finish_reason,
             kept_counts=np.array(self.kept_counts, np.int32) if filters else None,
             kept_digests=np.array(self.kept_digests, np.uint64) if filters else None,
             text=text,

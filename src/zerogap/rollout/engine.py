@@ -1,0 +1,448 @@
+"""The rollout engine: continuous batching over a paged KV cache, around the same decoder that the trainer uses.
+
+A step is four statements: schedule, lay out the batch, run, take over what was drawn. The forward pass with head and
+sampling is recorded once, as a program over fixed buffers, and replayed for any number of rows; while an op tap is open
+the same code runs op by op instead. Neither that nor batching, chunking, cache state, preemption or the order of
+requests can change a token or a log-prob, which is tested as equality of bits.
+
+The engine inherits nothing from a model folder's sampling defaults: how a request is sampled is what its
+`SamplingParams` say.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerogap.errors import ConfigError, NonFiniteError
+from zerogap.models.decoder import Decoder
+from zerogap.numerics import require_equal
+from zerogap.ops import tap
+from zerogap.ops.cpu import library
+from zerogap.ops.logprob import token_logprobs
+from zerogap.ops.sampling import Drawn, SamplingRows
+from zerogap.rollout.batch import BatchBuffers
+from zerogap.rollout.completion_text import CompletionText
+from zerogap.rollout.kv_cache import KVCache
+from zerogap.rollout.pages import PagePool, root_key
+from zerogap.rollout.prefill import prefill_chunks
+from zerogap.rollout.requests import Prompt, RequestLimits
+from zerogap.rollout.sampler import DrawnRows, Sampler
+from zerogap.rollout.scheduler import Chunk, Scheduler
+from zerogap.rollout.sequence import Sequence
+from zerogap.text import Tokenizer
+from zerogap.types import ForwardContext, Sample, SamplingKey, SamplingParams
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Counts since construction. Seconds of a step that computes both kinds of rows are split by their number.
+
+    Attributes:
+        prefill_tokens: rows that computed known tokens (prompts, and what a preemption or an update made necessary).
+        decode_tokens: rows that computed the newest drawn token of a sequence, one each.
+        cache_hit_tokens: tokens whose keys and values were found in the prefix cache.
+        preemptions: times a sequence had to give up its pages.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cache_hit_tokens: int = 0
+    preemptions: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a call of `generate` is: samples finished of all, tokens drawn, seconds since it began."""
+
+    finished: int
+    total: int
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenEvent:
+    """One drawn token of a stream.
+
+    Attributes:
+        index: which request, in input order (prompt by prompt, then sample by sample).
+        token, logprob: the drawn id and its log-prob.
+        text: the text that became certain with it; empty without a tokenizer, and often for parts of characters.
+        finish_reason: `stop` or `length` on a request's last token, else None.
+    """
+
+    index: int
+    token: int
+    logprob: float
+    text: str
+    finish_reason: str | None
+
+
+class Engine:
+    """Draws samples from a decoder. Not for use by several threads at once.
+
+    Attributes:
+        decoder, tokenizer: as given; the decoder is shared with whoever trains it, there is one copy of the weights.
+        version: weight version of everything in the cache.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        page_size: int = 16,
+        kv_cache_bytes: int = 1 << 30,
+        max_batch_tokens: int = 512,
+        max_sequences: int = 32,
+        prefix_cache: bool = True,
+    ) -> None:
+        """
+        Args:
+            decoder: loaded weights.
+            tokenizer: for prompts as text or messages, stop strings, and the text of samples; ids work without.
+            page_size: tokens per page of the KV cache, a multiple of 16.
+            kv_cache_bytes: budget of the KV cache; less is taken where `max_sequences` cannot use it.
+            max_batch_tokens: most tokens of one forward pass; longer prompts are computed in chunks.
+            max_sequences: most sequences that are decoded together.
+            prefix_cache: reuse the pages of equal beginnings. None of these five changes a bit of any result.
+
+        Raises:
+            ConfigError: a setting out of range.
+            CapacityError: the budget does not hold one page.
+        """
+        if max_sequences < 1:
+            raise ConfigError("max_sequences", max_sequences, "choose at least 1")
+        if max_batch_tokens < max_sequences:
+            raise ConfigError(
+                "max_batch_tokens", max_batch_tokens, f"choose at least max_sequences ({max_sequences}): one token each"
+            )
+        self.decoder, self.tokenizer = decoder, tokenizer
+        # Twice what all sequences at full length need: one half for them, one for prefixes that may come again.
+        pages_each = -(-decoder.max_positions // page_size) if page_size > 0 else 1
+        self._cache = KVCache.of(decoder, page_size, kv_cache_bytes, 2 * max_sequences * pages_each)
+        pages_each = min(pages_each, self._cache.num_pages)
+        self._batch = BatchBuffers(max_batch_tokens, max_sequences, pages_each, page_size)
+        self._sampler = Sampler(max_sequences, decoder.head.spec.out_leaf_size)
+        pool = PagePool(self._cache.num_pages, page_size, prefix_cache)
+        self._scheduler = Scheduler(pool, self._batch.page_table.numpy(), max_batch_tokens, max_sequences)
+        self._limits = RequestLimits(decoder.spec, decoder.max_positions, self._cache, tokenizer)
+        self._program: library.Program | None = None  # recorded at the first step, with the tensors it draws into
+        self._outputs: Drawn | None = None
+        self._counts = Statistics()
+        self._num_requests = 0
+        self._take_version()
+
+    @classmethod
+    def for_trainer(cls, trainer: Any, tokenizer: Tokenizer | None = None, **settings: Any) -> "Engine":
+        """An engine on the trainer's own weights. `trainer` needs an attribute `decoder`; the tokenizer is the
+        trainer's where it has one and none is given; settings are those of the constructor."""
+        return cls(trainer.decoder, tokenizer or getattr(trainer, "tokenizer", None), **settings)
+
+    # ---- what callers do
+
+    def generate(
+        self,
+        prompts: List[Prompt],
+        params: SamplingParams | List[SamplingParams],
+        keys: List[SamplingKey] | None = None,
+        *,
+        num_samples: int = 1,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[Sample]:
+        """Draw completions.
+
+        Args:
+            prompts: texts, chat messages or lists of token ids.
+            params: for all prompts, or one per prompt.
+            keys: one per prompt, all distinct; with `num_samples` the members of a group count up from the key's own
+                `sample`. None: seed 0, each prompt's place in the list as its slot.
+            num_samples: completions per prompt.
+            progress: called after every step.
+
+        Returns:
+            Samples in input order, the samples of one prompt next to each other.
+
+        Raises:
+            ConfigError, CapacityError: a request that cannot be honoured, before any work starts.
+            NonFiniteError: the model's logits are not finite.
+        """
+        sequences = self._start(prompts, params, keys, num_samples)
+        began = time.perf_counter()
+        unfinished = sequences
+        try:
+            while unfinished:
+                stepped = self.step()
+                if any(s.finish_reason for s in stepped):
+                    unfinished = [s for s in unfinished if s.finish_reason is None]
+                if progress is not None:
+                    finished, tokens = len(sequences) - len(unfinished), sum(s.num_drawn for s in sequences)
+                    progress(Progress(finished, len(sequences), tokens, time.perf_counter() - began))
+        finally:
+            self._abort(sequences)
+        return [s.to_sample(self.decoder.identity, self._text(s)) for s in sequences]
+
+    def stream(
+        self,
+        prompts: List[Prompt],
+        params: SamplingParams | List[SamplingParams],
+        keys: List[SamplingKey] | None = None,
+        *,
+        num_samples: int = 1,
+    ) -> Iterator[TokenEvent]:
+        """`generate`, token by token as they are drawn. Requests are checked at once; closing the iterator aborts what
+        is not finished."""
+        return self._events(self._start(prompts, params, keys, num_samples, with_text=True))
+
+    def update_weights(self, source: Any) -> None:
+        """Take over the weights of a trainer or decoder after they changed.
+
+        Weights are shared, so nothing is copied: every key and value is dropped, those of running sequences included,
+        and computed again when it is next needed; tokens drawn from now on carry the new weight version.
+
+        Raises:
+            ContractError: the source follows another numerics contract.
+            ConfigError: the source is another model.
+        """
+        decoder = getattr(source, "decoder", source)
+        require_equal(self.decoder.numerics, decoder.numerics, "update_weights")
+        if decoder.spec != self.decoder.spec or decoder.max_positions < self._limits.max_positions:
+            raise ConfigError("update_weights", decoder.spec, "give a decoder of the same model and positions")
+        if decoder is not self.decoder:
+            self.decoder, self._program = decoder, None  # a program points at the weights it was recorded with
+        self._take_version()
+
+    @torch.no_grad()
+    def score(
+        self,
+        prompt_ids: List[int],
+        completion_ids: List[int],
+        params: SamplingParams,
+        *,
+        chunk_tokens: int | None = None,
+    ) -> np.ndarray:
+        """Log-probs of given completion tokens, computed as this engine would have while drawing them.
+
+        Args:
+            params: temperature and filters; the kept sets are found anew.
+            chunk_tokens: tokens of one forward pass; None: `max_batch_tokens`.
+
+        Returns:
+            float32 [C]; -inf for a token that the filters exclude.
+
+        Raises:
+            ConfigError, CapacityError: as for `generate`.
+        """
+        ids = self._known_ids(prompt_ids, completion_ids)
+        targets, parts = torch.from_numpy(ids.astype(np.int64)), []
+        for ids_T, context in self._prefill(ids[:-1], len(prompt_ids) - 1, chunk_tokens):
+            hidden = self.decoder.hidden(ids_T, context, self._cache.layers)
+            start, rows = int(context.positions[0]) + 1, context.output_rows
+            assert rows is not None
+            sampling = SamplingRows.of([params], [len(rows)])
+            logp, _ = token_logprobs(hidden, self.decoder.head, targets[start + rows], sampling, None, context)
+            parts.append(logp)
+        return torch.cat(parts).numpy()
+
+    @torch.no_grad()
+    def logits(self, ids: List[int], first: int = 0, *, chunk_tokens: int | None = None) -> np.ndarray:
+        """FP32 logits [len(ids) - first, V] of the rows from position `first` on (two ids at least), through pages and
+        chunks; what stands before may come from the prefix cache."""
+        known = self._known_ids(ids[:-1], ids[-1:])
+        parts = [
+            self.decoder.logits(ids_T, context, self._cache.layers)
+            for ids_T, context in self._prefill(known, first, chunk_tokens)
+        ]
+        return torch.cat(parts).numpy()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running sequences keep their pages."""
+        self._scheduler.pool.forget()
+
+    @property
+    def statistics(self) -> Statistics:
+        """A copy of the counts so far."""
+        scheduler = self._scheduler
+        return dataclasses.replace(
+            self._counts, cache_hit_tokens=scheduler.cache_hit_tokens, preemptions=scheduler.preemptions
+        )
+
+    # ---- one step
+
+    def step(self) -> list[Sequence]:
+        """Compute one batch; returns the sequences that drew a token in it."""
+        self._require_current()
+        began = time.perf_counter()
+        try:
+            if not (chunks := self._scheduler.schedule()):
+                return []
+            num_tokens, drawing = self._batch.fill(chunks)
+            drawn = self._run(num_tokens, drawing)
+        except BaseException:
+            self._scheduler.drop_all()  # pages were published before they were computed
+            raise
+        stepped = self._apply(chunks, drawn)
+        self._count(chunks, time.perf_counter() - began)
+        return stepped
+
+    def _run(self, num_tokens: int, drawing: list[Sequence]) -> DrawnRows:
+        """Forward, head and sampling of the rows in the buffers."""
+        batch, count = self._batch, len(drawing)
+        self._sampler.fill(drawing)
+        if tap.is_open():
+            with torch.no_grad():
+                context = batch.context(num_tokens, count)
+                logits = self.decoder.logits(batch.ids[:num_tokens], context, self._cache.layers)
+                return DrawnRows.of(self._sampler.draw(logits), count)
+        if self._program is None:
+            self._program, self._outputs = self._record()
+        assert self._outputs is not None
+        self._program.run(tokens=num_tokens, outputs=count)
+        return DrawnRows.of(self._outputs, count)
+
+    def _record(self) -> tuple[library.Program, Drawn]:
+        batch, sampler = self._batch, self._sampler
+        tokens = (batch.ids, batch.positions, batch.sequences)
+        with torch.no_grad(), library.record(tokens=tokens, outputs=(batch.output_rows, *sampler.inputs)) as program:
+            logits = self.decoder.logits(batch.ids, batch.context(), self._cache.layers)
+            outputs = sampler.draw(logits)
+        return program, outputs
+
+    def _apply(self, chunks: list[Chunk], drawn: DrawnRows) -> list[Sequence]:
+        """Take over what was computed and drawn; finished sequences leave."""
+        stepped: list[Sequence] = []
+        for chunk in chunks:
+            sequence, draws = chunk.sequence, chunk.draws
+            sequence.computed += chunk.size
+            if not draws:
+                continue
+            row = len(stepped)
+            if not math.isfinite(drawn.logprobs[row]):
+                self._refuse_row(sequence)
+            sequence.append(drawn.ids[row], drawn.logprobs[row], self.version)
+            if sequence.params.filters:
+                sequence.kept_counts.append(drawn.kept_counts[row])
+                sequence.kept_digests.append(drawn.kept_digests[row])
+            if sequence.text is not None:
+                self._grow_text(sequence)
+            if sequence.finish_reason is not None:
+                self._scheduler.release(sequence)
+            stepped.append(sequence)
+        return stepped
+
+    def _refuse_row(self, sequence: Sequence) -> None:
+        self._scheduler.drop_all()  # rows after this one were computed, but not taken over
+        raise NonFiniteError(
+            f"logits of request {sequence.index} ({sequence.key}) are not finite at completion token "
+            f"{sequence.num_drawn}: the weights or the input hold a NaN or infinity"
+        )
+
+    @staticmethod
+    def _grow_text(sequence: Sequence) -> None:
+        text = sequence.text
+        assert text is not None
+        text.push(int(sequence.ids[sequence.length - 1]))
+        if text.stopped:
+            sequence.finish_reason = "stop"
+        if sequence.finish_reason is not None:
+            text.finish()
+
+    def _count(self, chunks: list[Chunk], seconds: float) -> None:
+        counts = self._counts
+        rows = sum(chunk.size for chunk in chunks)
+        decode = sum(c.size == 1 and c.start >= c.sequence.prompt_length for c in chunks)
+        counts.steps += 1
+        counts.prefill_tokens += rows - decode
+        counts.decode_tokens += decode
+        counts.decode_seconds += seconds * decode / rows
+        counts.prefill_seconds += seconds * (rows - decode) / rows
+
+    # ---- requests
+
+    def _start(
+        self,
+        prompts: List[Prompt],
+        params: SamplingParams | List[SamplingParams],
+        keys: List[SamplingKey] | None,
+        num_samples: int,
+        with_text: bool = False,
+    ) -> list[Sequence]:
+        """Check everything, then queue one sequence per request."""
+        sequences = []
+        for request in self._limits.requests(prompts, params, keys, num_samples):
+            sequence = Sequence.of(self._num_requests, request)
+            if self.tokenizer is not None and (with_text or request.params.stop):
+                sequence.text = CompletionText(self.tokenizer, request.params)
+            sequences.append(sequence)
+            self._num_requests += 1
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+        return sequences
+
+    def _abort(self, sequences: List[Sequence]) -> None:
+        """Take out what is not finished, after an error or when nobody wants it any more."""
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self._scheduler.release(sequence)
+                sequence.finish_reason = "abort"
+
+    def _text(self, sequence: Sequence) -> str:
+        if sequence.text is not None:
+            return sequence.text.text
+        return (
+            "" if self.tokenizer is None else self.tokenizer.decode(sequence.completion_ids, skip_special_tokens=True)
+        )
+
+    def _events(self, sequences: list[Sequence]) -> Iterator[TokenEvent]:
+        given = [0] * len(sequences)
+        try:
+            while any(given[i] < s.num_drawn or s.finish_reason is None for i, s in enumerate(sequences)):
+                if all(given[i] == s.num_drawn for i, s in enumerate(sequences)):
+                    self.step()
+                for i, s in enumerate(sequences):
+                    for j in range(given[i], s.num_drawn):
+                        last = s.finish_reason is not None and j + 1 == s.num_drawn
+                        text = s.text.pieces[j] if s.text is not None else ""
+                        token = int(s.completion_ids[j])
+                        given[i] = j + 1
+                        yield TokenEvent(i, token, s.logprobs[j], text, s.finish_reason if last else None)
+        finally:
+            self._abort(sequences)
+
+    def _known_ids(self, prompt_ids: List[int], completion_ids: List[int]) -> np.ndarray:
+        """int32 ids of both, checked like a request that would draw the completion."""
+        prompt = self._limits.prompt_ids(prompt_ids, "prompt_ids")
+        if not len(completion_ids):
+            raise ConfigError("completion_ids", completion_ids, "give at least one token")
+        completion = self._limits.known_ids(completion_ids, "completion_ids")
+        self._limits.check_size(len(prompt), len(completion), "prompt_ids")
+        return np.concatenate([prompt, completion])
+
+    def _prefill(
+        self, ids: np.ndarray, first: int, chunk_tokens: int | None
+    ) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
+        self._require_current()
+        return prefill_chunks(self._scheduler, ids, first, chunk_tokens or self._scheduler.max_batch_tokens)
+
+    def _require_current(self) -> None:
+        if self.decoder.version != self.version:
+            mend = f"the weights are at version {self.decoder.version}: call update_weights after optim_step"
+            raise ConfigError("engine.version", self.version, mend)
+
+    def _take_version(self) -> None:
+        self.version = self.decoder.version
+        self._scheduler.drop_all()
+        self._scheduler.root_key = root_key(self.version, None, self.decoder.numerics.fingerprint())

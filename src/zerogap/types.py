@@ -383,9 +383,14 @@ class KVCodec(Protocol):
     so a codec that rounds (FP8) rounds on both sides.
     """
 
-    name: str
-    num_kv_heads: int
-    head_dim: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
     def bytes_per_token(self) -> int:
         """Bytes of keys, values and scales per token and layer."""

@@ -18,6 +18,7 @@ def test_exact_sum_against_fractions():
     values[:4] = [5e-324, -0.0, 1.7e308, -1.7e308]
     assert exact_sum(values) == sum(Fraction(v) for v in values)
     assert exact_sum(np.zeros(0)) == 0
+    assert exact_sum(np.full(100_000, -0.1)) == 100_000 * Fraction(-0.1), "many of one exponent"
 
 
 @pytest.mark.parametrize("parts", [(1, 999), (999, 1), (500, 500), (0, 1000)])

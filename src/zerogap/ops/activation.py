@@ -33,4 +33,5 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        return kernels.silu_mul_grad(*ctx.saved_tensors, d_out.contiguous())
+        gate, up = ctx.saved_tensors
+        return kernels.silu_mul_grad(gate, up, d_out.contiguous())

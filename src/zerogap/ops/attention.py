@@ -9,10 +9,10 @@ Forward, for a query row at absolute position t and query head h, whose KV head 
     acc  = fma(acc, alpha, PV)                PV: one chain over rn(p_j) v_j, ascending, from +0
     out  = rn(acc / l),  lse = fl(m + log(l))
 
-The first block of a span copies instead (m, l, acc = block maximum, lane sum, PV). Spans are `kv_split` keys long, from
-position 0; several are merged ascending: M = max(m1, m2), a_i = exp(m_i - M), acc = fma(acc1, a1, fl(acc2 * a2)), l
-likewise. A chain takes BF16 elements in pairs (2i, 2i + 1), the odd product first; a last key without partner has +0 for
-one. FP32 storage: one fma per element, no rounding of p.
+The first block of a span copies instead (m, l, acc = block maximum, lane sum, PV). Spans are `kv_split` keys long,
+from position 0; several are merged ascending: M = max(m1, m2), a_i = exp(m_i - M), acc = fma(acc1, a1, fl(acc2 * a2)),
+l likewise. A chain takes BF16 elements in pairs (2i, 2i + 1), the odd product first; a last key without partner has +0
+for one. FP32 storage: one fma per element, no rounding of p.
 
 Backward, per sample, over its own rows only (delta, s, p, dp, ds in FP32):
 
@@ -22,14 +22,14 @@ Backward, per sample, over its own rows only (delta, s, p, dp, ds in FP32):
     dq_i    = rn(sum_j rn(ds_ij) k_j)         one chain over the keys of tiles 0 .. i // 64, ascending, from +0
     dv_j    = rn(tree over leaves of sum_h sum_i rn(p_ij) d_out_i),  dk_j = the same of rn(ds_ij) q_i
 
-Tiles are 64 rows from the sample's row 0; a chain runs over whole tiles, masked entries included, the sample's last tile
-ending with its last row (an odd one is paired with +0). For dk and dv one chain belongs to one (leaf, KV head): the query
-heads that both hold, ascending, and for each the query tiles from the key's own to the last, ascending. The tree is that
-of all `leaves` query-head leaves, in which leaves without a head of this KV head are absent.
+Tiles are 64 rows from the sample's row 0; a chain runs over whole tiles, masked entries included, the sample's last
+tile ending with its last row (an odd one is paired with +0). For dk and dv one chain belongs to one (leaf, KV head):
+the query heads that both hold, ascending, and for each the query tiles from the key's own to the last, ascending. The
+tree is that of all `leaves` query-head leaves, in which leaves without a head of this KV head are absent.
 
-BF16 or FP32 in, FP32 sums, storage dtype out. A forward row depends on its position, its q and the keys and values up to
-that position; a gradient on its own sample. Neither ever depends on other sequences, the number of rows, chunking, page
-size or place of pages, what unwritten slots hold, threads, or the order of samples in a pack.
+BF16 or FP32 in, FP32 sums, storage dtype out. A forward row depends on its position, its q and the keys and values up
+to that position; a gradient on its own sample. Neither ever depends on other sequences, the number of rows, chunking,
+page size or place of pages, what unwritten slots hold, threads, or the order of samples in a pack.
 """
 
 from typing import Any
@@ -63,7 +63,8 @@ def attention(
         q: [T, num_heads * head_dim] BF16 or FP32, after query norm and RoPE.
         k, v: [T, num_kv_heads * head_dim], same dtype.
         kv: pages of this layer, of a `DenseCodec`.
-        context: rows of one sequence adjacent and ascending; training needs `sample_starts`, every sample from position 0.
+        context: rows of one sequence adjacent and ascending; training needs `sample_starts`, each sample whole, from
+            position 0.
         scale: factor of the scores; rounded to FP32.
         kv_split: keys per span, a multiple of 64 (contract).
         leaves: query-head leaves (contract), for dk and dv.

@@ -42,7 +42,8 @@ class WeightHandle:
         self.head_grad: torch.Tensor | None = None
         self.anchor = torch.zeros(())
         if self.is_head_or_matrix:
-            self.panels = gemm.allocate_panels(*spec.shape, storage)
+            width, reduce = spec.shape
+            self.panels = gemm.allocate_panels(width, reduce, storage)
         if spec.kind != "matrix":
             self.rows = torch.zeros(spec.shape, dtype=storage)
 
@@ -69,7 +70,7 @@ class WeightHandle:
             raise CheckpointError(f"{self.spec.name}: shape {tuple(tensor.shape)}, the config says {self.spec.shape}")
         if not tensor.is_floating_point():
             raise CheckpointError(f"{self.spec.name}: dtype {tensor.dtype} is not a floating-point one")
-        if self.trainable:
+        if self.master is not None:
             self.master.copy_(tensor)
             self.publish()
         else:
@@ -80,7 +81,9 @@ class WeightHandle:
         """The published value, row-major [shape], storage dtype. A copy for matrices, the live tensor otherwise."""
         if self.rows is not None:
             return self.rows
-        return gemm.unpack(self.panels, *self.spec.shape, self.storage)
+        assert self.panels is not None, f"{self.spec.name} has neither rows nor panels"
+        width, reduce = self.spec.shape
+        return gemm.unpack(self.panels, width, reduce, self.storage)
 
     def publish(self) -> None:
         """Round the master to the storage dtype, in place, in every form that this weight has."""

@@ -1,9 +1,9 @@
 """KV codecs: how keys and values stand in pages. The engine's cache and the trainer's scratch pages use the same one.
 
 Dense pages are the layout that the attention kernel reads without unpacking: a page holds, per KV head, tiles of 16
-tokens; a tile of keys has its tokens side by side for every pair of head dimensions, a tile of values has pairs of tokens
-side by side for every head dimension (kernels/attention.h). A page size only says where tiles stand, so it cannot change
-a bit. Values are stored as they are: no rounding, so the step that writes and every later one read the same numbers.
+tokens; a tile of keys has its tokens side by side for every pair of head dimensions, a tile of values has pairs of
+tokens side by side for every head dimension (kernels/attention.h). A page size only says where tiles stand, so it
+cannot change a bit. Nothing is rounded: the step that writes and every later one read the same numbers.
 """
 
 import dataclasses

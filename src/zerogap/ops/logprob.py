@@ -62,9 +62,12 @@ class KeptSets:
         digests = [np.zeros(0, np.uint64)]
         for sample in samples:
             tokens = len(sample.completion_ids)
-            filtered = sample.kept_counts is not None and sample.kept_digests is not None
-            counts.append(sample.kept_counts if filtered else np.full(tokens, vocab, np.int32))
-            digests.append(sample.kept_digests if filtered else np.zeros(tokens, np.uint64))
+            if sample.kept_counts is not None and sample.kept_digests is not None:
+                counts.append(sample.kept_counts)
+                digests.append(sample.kept_digests)
+            else:
+                counts.append(np.full(tokens, vocab, np.int32))
+                digests.append(np.zeros(tokens, np.uint64))
         return cls(
             torch.from_numpy(np.concatenate(counts)), torch.from_numpy(np.concatenate(digests)), materialise=materialise
         )

@@ -2,9 +2,9 @@
 
 A reward function has TRL's signature: keyword arguments only (`prompts`, `completions`, `completion_ids`,
 `trainer_state`, `log_extra`, `log_metric`, and every data column as a list), sync or async, returning one number or
-None per completion. Only the arguments that a function names (or all, if it takes **kwargs) are passed, each time as fresh
-copies, so no function can change what another one or the trainer sees. Anything but one finite number or None per row
-is refused by name of function and row; exactly 0.0 is a reward; None leaves the row out of this function's score.
+None per completion. Only the arguments that a function names (or all, if it takes **kwargs) are passed, each time as
+fresh copies, so no function can change what another one or the trainer sees. Anything but one finite number or None per
+row is refused by name of function and row; exactly 0.0 is a reward; None leaves the row out of this function's score.
 """
 
 import asyncio

@@ -1,57 +1,59 @@
 """Text of a completion while it grows: only whole characters are given out, and never taken back.
 
 A character may be spread over several byte-level tokens (an emoji, a CJK sign, a curly quote). What could still change
-is held back until the next token, or until `flush`. The pieces join to what `Tokenizer.decode` makes of all ids.
+is held back until the next token, or until `flush`. For byte-level tokenizers the pieces join to what decoding all ids
+at once gives, broken byte sequences included; a byte-fallback tokenizer may show a broken sequence differently, because
+it rewrites whole characters in front of it, which were given out already.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_HELD_AT_MOST = 3  # an unfinished UTF-8 sequence has at most 3 bytes, each shown as one U+FFFD at most
 
 
 class Decoder(Protocol):
     """What is needed of `Tokenizer`."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str: ...
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
 
 class IncrementalDecoder:
-    """Decodes one sequence, token by token, in constant time per token.
+    """Decodes one sequence, token by token; the cost of a token does not grow with the sequence.
 
-    `_window` holds the ids since the last certain character border, and one token of context before them, because some
-    tokenizers write a token differently at the very start; `_sent` counts the window's characters already given out.
+    `_window` holds the ids of the last certain piece of text, as context (some tokenizers write a token differently at
+    the very start), and those of what is still uncertain, from `_border` on; `_sent` counts the window's characters
+    already given out.
     """
 
     def __init__(self, tokenizer: Decoder, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
-        self._sent = 0
+        self._border = self._sent = 0
 
     def push(self, token: int) -> str:
         """The characters that became certain with this token; often all of its text, sometimes none."""
+        if token in self._skipped:
+            return ""
         self._window.append(int(token))
-        text = self._decode(self._window)
-        certain = len(text) - _trailing_replacements(text)
+        text = self._tokenizer.decode(self._window)
+        certain = len(text.rstrip(REPLACEMENT))  # what ends in U+FFFD may be the beginning of a character
         piece = text[self._sent : certain]
         self._sent = max(self._sent, certain)
-        if certain == len(text) and len(self._window) > 1:
-            context = self._decode(self._window[-1:])
-            # Only a token that shows itself whole and alone can stand in for everything before it.
-            if context and REPLACEMENT not in context:
-                self._window, self._sent = self._window[-1:], len(context)
+        if certain == len(text):
+            context = self._window[self._border :]
+            shown = self._tokenizer.decode(context)
+            if shown and REPLACEMENT not in shown:  # only text that stands whole and alone can be context
+                self._window, self._sent = context, len(shown)
+            self._border = len(self._window)
         return piece
 
     def flush(self) -> str:
         """What is still held back, unfinished characters as U+FFFD. The sequence ends here."""
-        text = self._decode(self._window)
-        piece = text[self._sent :]
-        self._window, self._sent = [], 0
+        piece = self._tokenizer.decode(self._window)[self._sent :]
+        self._window, self._border, self._sent = [], 0, 0
         return piece
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
-
-
-def _trailing_replacements(text: str) -> int:
-    return min(_HELD_AT_MOST, len(text) - len(text.rstrip(REPLACEMENT)))

@@ -1,9 +1,10 @@
-"""Thin calls of the native attention ops (kernels/attention.h) on tensors; shapes are asserted, nothing is computed here.
+"""Thin calls of the native attention ops (kernels/attention.h) on tensors; shapes are asserted, nothing is computed.
 
 Shapes: T token rows, S page-table rows, P pages per table row, Hq query heads, Hk key/value heads, D head dimension.
 """
 
 import ctypes
+from typing import ClassVar
 
 import torch
 
@@ -15,7 +16,7 @@ TILE_ROWS = 64  # rows of a gradient tile
 
 
 class KVWriteArguments(Arguments):
-    _fields_ = [
+    _fields_: ClassVar = [
         ("rows", _INT64),
         *[(name, _POINTER) for name in ("k", "v", "positions", "sequences", "page_table")],
         ("table_width", _INT64),
@@ -25,7 +26,7 @@ class KVWriteArguments(Arguments):
 
 
 class AttentionArguments(Arguments):
-    _fields_ = [
+    _fields_: ClassVar = [
         ("rows", _INT64),
         *[(name, _POINTER) for name in ("q", "positions", "sequences", "page_table")],
         ("table_width", _INT64),
@@ -36,7 +37,7 @@ class AttentionArguments(Arguments):
 
 
 class AttentionGradArguments(Arguments):
-    _fields_ = [
+    _fields_: ClassVar = [
         ("rows", _INT64),
         *[(name, _POINTER) for name in ("q", "k", "v", "out", "d_out", "lse", "sample_starts")],
         *[(name, _INT64) for name in ("num_samples", "num_tiles")],

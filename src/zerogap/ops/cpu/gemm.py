@@ -147,7 +147,7 @@ class Segment(NamedTuple):
     """
 
     x: torch.Tensor
-    panels: torch.Tensor
+    panels: torch.Tensor | None
     width: int
     leaf_size: int = 0
     bias: torch.Tensor | None = None
@@ -169,6 +169,7 @@ def product(segments: Sequence[Segment], mode: str, fp32: bool = False) -> tuple
     leaves, outs, keep = set(), [], []
     for i, s in enumerate(segments):
         reduce = s.x.shape[1]
+        assert s.panels is not None, "product: this weight has no panels (its input gradient was not enabled)"
         assert s.x.dtype == s.panels.dtype == dtype, f"product: {s.x.dtype} rows, {s.panels.dtype} panels"
         assert tuple(s.panels.shape) == panels_shape(s.width, reduce, dtype), (
             f"product: panels {tuple(s.panels.shape)} for a weight [{s.width}, {reduce}]"

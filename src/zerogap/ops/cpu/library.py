@@ -41,7 +41,7 @@ class Arguments(ctypes.Structure):
 
 @functools.cache
 def load(isa: str | None = None) -> ctypes.CDLL:
-    """The native library for `isa`; by default the one named by `ZEROGAP_ISA`, else the best that this processor runs."""
+    """The native library for `isa`; by default the one that `ZEROGAP_ISA` names, else the best one that runs here."""
     isa = isa or env.forced_isa() or best_isa()
     if isa not in ISAS:
         raise ConfigError("ZEROGAP_ISA", isa, f"choose one of {', '.join(ISAS)}")

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <pthread.h>
+#include <signal.h>
 #include <sched.h>
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -45,7 +46,7 @@ inline void wake_all(std::atomic<uint32_t>& word) {
 }
 
 // A counter that threads wait on: bumped by one, with a wake-up only when somebody sleeps.
-struct Gate {
+struct alignas(64) Gate {
     std::atomic<uint32_t> generation{0};
     std::atomic<int32_t> sleepers{0};
     void open() {
@@ -99,6 +100,13 @@ struct FlushSubnormals {
     unsigned saved = _mm_getcsr();
     FlushSubnormals() { _mm_setcsr(saved | 0x8040); }
     ~FlushSubnormals() { _mm_setcsr(saved); }
+#elif defined(__aarch64__)
+    uint64_t saved;
+    FlushSubnormals() {
+        asm volatile("mrs %0, fpcr" : "=r"(saved));
+        asm volatile("msr fpcr, %0" : : "r"(saved | (uint64_t(1) << 24)));
+    }
+    ~FlushSubnormals() { asm volatile("msr fpcr, %0" : : "r"(saved)); }
 #endif
 };
 
@@ -110,17 +118,20 @@ struct Job {
     Counters* counters;
 };
 
+// Workers that a run does not need stay asleep: each has a gate of its own. A run ends with the barrier of its last
+// command, after which no worker looks at the job, so nothing else has to be waited for.
 struct Pool {
     std::mutex callers;  // one run at a time
-    Barrier barrier;  // of the ranks that run the job
-    Barrier finish;   // of all workers and the caller, idle ones included
-    Gate start;
+    Barrier barrier;
     Job job{};
     int workers = 0;
-    pid_t owner = 0;  // workers do not survive fork()
+    Gate start[MAX_THREADS];  // of the worker with that rank
     Team caller{};
 };
 Pool* pool = new Pool;  // never destroyed: workers outlive static destruction
+
+// Workers do not survive fork(): the child starts over with fresh ones (the parent's pool may be in any state).
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
 void execute(const Job& job, Team& team) {
     FlushSubnormals flush;
@@ -142,33 +153,33 @@ void execute(const Job& job, Team& team) {
 struct Start { Pool* pool; int rank; uint32_t seen; };
 
 void* worker(void* given) {
-    Start start = *static_cast<Start*>(given);
+    const Start start = *static_cast<Start*>(given);
     delete static_cast<Start*>(given);
     Team team{};
     team.rank = start.rank;
     team.shared = &start.pool->barrier;
     for (uint32_t seen = start.seen;; seen++) {
-        start.pool->start.wait_past(seen);
-        Job job = start.pool->job;
+        start.pool->start[start.rank].wait_past(seen);
+        const Job job = start.pool->job;
         team.size = job.size;
-        if (start.rank < job.size) execute(job, team);
-        // Idle ranks leave at once; the caller waits below until all have passed this point.
-        if (start.pool->finish.arrived.fetch_add(1) + 1 == start.pool->workers + 1) {
-            start.pool->finish.arrived.store(0);
-            start.pool->finish.gate.open();
-        }
+        execute(job, team);
     }
     return nullptr;
 }
 
 bool grow(Pool* p, int threads) {
     while (p->workers < threads - 1) {
-        Start* start = new Start{p, p->workers + 1, p->start.generation.load()};
+        const int rank = p->workers + 1;
+        Start* start = new Start{p, rank, p->start[rank].generation.load()};
         pthread_attr_t attributes;
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        sigset_t all, before;  // signals are for the threads of the program, not for these
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
         pthread_t id;
-        int error = pthread_create(&id, &attributes, worker, start);
+        const int error = pthread_create(&id, &attributes, worker, start);
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
         pthread_attr_destroy(&attributes);
         if (error) { delete start; return false; }
         p->workers++;
@@ -203,37 +214,23 @@ int32_t zg_supports(const char* isa) {
 
 // Runs `count` commands with `threads` threads. Returns 0, or 1 where threads could not be started, 2 out of memory.
 int32_t zg_run(const Command* commands, int32_t count, const int64_t* symbols, int32_t threads) {
+    if (count <= 0) return 0;
     if (threads < 1) threads = 1;
     if (threads > MAX_THREADS) threads = MAX_THREADS;
-    if (pool->owner != getpid()) {  // first use, or a forked child: start over with fresh workers
-        pool = new Pool;
-        pool->owner = getpid();
-    }
     Pool* p = pool;
     std::lock_guard<std::mutex> lock(p->callers);
     if (!grow(p, threads)) return 1;
     Counters* counters = static_cast<Counters*>(aligned_alloc(64, sizeof(Counters) * count));
     if (!counters) return 2;
     memset(counters, 0, sizeof(Counters) * count);
-    Job job{commands, count, symbols, threads, counters};
+    const Job job{commands, count, symbols, threads, counters};
     Team& team = p->caller;
     team.rank = 0;
     team.size = threads;
     team.shared = &p->barrier;
-    if (threads == 1) {
-        execute(job, team);
-    } else {
-        p->job = job;
-        p->start.open();
-        execute(job, team);
-        uint32_t seen = p->finish.gate.generation.load();
-        if (p->finish.arrived.fetch_add(1) + 1 == p->workers + 1) {
-            p->finish.arrived.store(0);
-            p->finish.gate.open();
-        } else {
-            p->finish.gate.wait_past(seen);
-        }
-    }
+    p->job = job;
+    for (int rank = 1; rank < threads; rank++) p->start[rank].open();
+    execute(job, team);
     free(counters);
     return 0;
 }

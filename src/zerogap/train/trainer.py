@@ -1,0 +1,244 @@
+"""The trainer: four verbs over one decoder. `forward_backward`, `optim_step`, `logprobs`, `state`.
+
+`forward_backward` runs the same forward as the rollout engine over packed samples, compares its log-probs with the
+rollout's as FP32 bits before any backward, asks a pure loss function for the derivative of every token's log-prob, and
+sends it back through the ops. Gradients are summed per bin and pack of the global batch, so micro-batch size and
+activation recompute do not change a bit (train/packing.py, train/bins.py).
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerogap.errors import ConfigError, ContractError, ParityError
+from zerogap.models.decoder import Decoder, call_block
+from zerogap.numerics import Numerics, preset
+from zerogap.ops.logprob import KeptSets, token_logprobs
+from zerogap.ops.optim import tree_add
+from zerogap.ops.sampling import SamplingRows
+from zerogap.train.bins import GradientBins
+from zerogap.train.optimizer import AdamW, OptimizerSettings, OptimizerStep
+from zerogap.train.packing import PAGE_SIZE, MicroBatch, build_micro_batch, micro_batches, plan_packs
+from zerogap.train.recompute import recompute_block
+from zerogap.types import LayerKV, Loss, Moments, Sample, TokenRows, TrainBatch, pool
+from zerogap.weights import open_model
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardResult:
+    """What one `forward_backward` saw.
+
+    Attributes:
+        loss: the global loss.
+        compared_tokens: completion tokens whose weight version is the trainer's, so that bits must be equal.
+        mismatched_tokens: how many of them differ from the rollout's log-prob in at least one bit.
+        metrics: pooled over micro-batches, by name.
+        num_tokens: prompt and completion tokens that went through the model.
+    """
+
+    loss: float
+    compared_tokens: int
+    mismatched_tokens: int
+    metrics: Mapping[str, Moments]
+    num_tokens: int
+
+
+class Trainer:
+    """Trains a decoder in place. Mutated by `forward_backward` (gradients), `optim_step` and `load_state`."""
+
+    def __init__(
+        self,
+        model: Decoder | str | Path,
+        numerics: str | Numerics = "bf16",
+        *,
+        optimizer: OptimizerSettings = OptimizerSettings(),
+        trainable: Sequence[str] = ("all",),
+        micro_batch_tokens: int = 4096,
+        activation_recompute: bool = False,
+        on_mismatch: str = "abort",
+    ) -> None:
+        """
+        Args:
+            model: a loaded decoder (its own contract counts), or a model folder, hub id or .gguf file.
+            numerics: contract for a model given by name.
+            optimizer: AdamW and schedule.
+            trainable: tensors to train (`types.select_trainable`).
+            micro_batch_tokens: most tokens per forward and backward pass; bounds memory, changes no bit.
+            activation_recompute: recompute block activations in the backward; saves memory, changes no bit.
+            on_mismatch: `abort` raises `ParityError` before the backward; `warn` counts and goes on.
+        """
+        if on_mismatch not in ("abort", "warn"):
+            raise ConfigError("parity.on_mismatch", on_mismatch, "choose abort or warn")
+        if micro_batch_tokens < 1:
+            raise ConfigError("optimizer.micro_batch_tokens", micro_batch_tokens, "choose at least 1 token")
+        if not isinstance(model, Decoder):
+            files = open_model(model)
+            model = Decoder(files.spec, preset(numerics)).load(files.tensors())
+        self.decoder = model
+        self.on_mismatch = on_mismatch
+        self.micro_batch_tokens = micro_batch_tokens
+        self.activation_recompute = activation_recompute
+        self.trainable = model.set_trainable(trainable)
+        self.handles = [model.weights[name] for name in self.trainable]
+        self.optimizer = AdamW(self.handles, optimizer)
+        self._gradients: list[torch.Tensor] | None = None
+        self._scratch: LayerKV | None = None
+        self._kept: weakref.WeakKeyDictionary[TrainBatch, dict[tuple[int, ...], KeptSets]] = weakref.WeakKeyDictionary()
+
+    # ---- the four verbs
+
+    def forward_backward(self, batch: TrainBatch, loss: Loss) -> BackwardResult:
+        """Forward, bit comparison, loss, backward over the whole global batch of one update.
+
+        Gradients add to those of earlier calls since the last `optim_step`.
+
+        Raises:
+            ParityError: (on_mismatch = abort) a log-prob that must equal the rollout's does not; no gradient is kept.
+            NonFiniteError: a NaN or infinity at a live token.
+            ContractError: a sample of another identity than this trainer's, which cannot be compared.
+        """
+        self._check_identity(batch.samples)
+        denominators = loss.denominators(batch)
+        numerics = self.decoder.numerics
+        bins = GradientBins(self.handles, numerics.grad_bins)
+        results, total, compared, mismatched = [], Fraction(0), 0, 0
+        kept_sets = self._kept.setdefault(batch, {})
+        for packs in plan_packs([s.num_tokens for s in batch.samples], numerics.grad_bins, numerics.pack_tokens):
+            bins.open()
+            for run in micro_batches(packs, self.micro_batch_tokens):
+                micro = build_micro_batch(run, batch.samples)
+                if not len(micro.targets):
+                    continue
+                kept = self._kept_sets(micro, batch, kept_sets)
+                logp, entropy = self._forward(micro, kept)
+                rows = batch.rows(micro.samples, logp.detach().numpy(), entropy.detach().numpy(), self.decoder.version)
+                differs = rows.logp.view(np.int32) != rows.rollout_logp.view(np.int32)
+                if kept is not None:
+                    assert kept.mismatched is not None, "the forward verifies every kept set"
+                    differs |= kept.mismatched.numpy()
+                differs &= rows.current
+                compared += int(rows.current.sum())
+                mismatched += int(differs.sum())
+                if differs.any() and self.on_mismatch == "abort":
+                    raise ParityError(_describe(rows, differs))
+                result = loss(rows, denominators)
+                total += result.loss
+                results.append(result.metrics)
+                gradients = [torch.from_numpy(result.dlogp)]
+                outputs = [logp]
+                if result.dentropy is not None:
+                    outputs.append(entropy)
+                    gradients.append(torch.from_numpy(result.dentropy))
+                torch.autograd.backward(outputs, gradients)
+            bins.close()
+        self._add_gradients(bins.finish())
+        tokens = sum(s.num_tokens for s in batch.samples)
+        return BackwardResult(float(total), compared, mismatched, pool(results), tokens)
+
+    def optim_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        """Clip, update the masters, publish the weights in place, and count the weight version up.
+
+        Raises:
+            NonFiniteError: the gradient is not finite; weights are unchanged and the gradient is dropped.
+        """
+        assert self._gradients is not None, "optim_step needs a forward_backward before it"
+        gradients, self._gradients = self._gradients, None
+        step = self.optimizer.step(gradients, learning_rate)
+        self.decoder.version += 1
+        return step
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Log-probs of every sample's completion tokens at the current weights, under the sample's own parameters.
+
+        Returns:
+            float32 [C] per sample, in the order given.
+        """
+        numerics = self.decoder.numerics
+        out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
+        (packs,) = plan_packs([s.num_tokens for s in samples], 1, numerics.pack_tokens) if samples else ([],)
+        with torch.no_grad():
+            for run in micro_batches(packs, self.micro_batch_tokens):
+                micro = build_micro_batch(run, samples)
+                if not len(micro.targets):
+                    continue
+                logp, _ = self._forward(micro, None)
+                lengths = [len(samples[i].completion_ids) for i in micro.samples]
+                for index, part in zip(micro.samples, np.split(logp.numpy(), np.cumsum(lengths)[:-1]), strict=True):
+                    out[index] = part.copy()
+        return out
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint needs besides the model's source: tensors by name and plain facts."""
+        return {
+            "tensors": self.optimizer.state(),
+            "updates": self.optimizer.updates,
+            "version": self.decoder.version,
+            "trainable": list(self.trainable),
+            "numerics": self.decoder.numerics.fields(),
+        }
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], updates: int, version: int) -> None:
+        """Continue from a `state`: masters and moments are copied in place and the weights published."""
+        self.optimizer.load_state(tensors, updates)
+        self.decoder.version = version
+        self._gradients = None
+
+    # ---- parts
+
+    def _forward(self, micro: MicroBatch, kept: KeptSets | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """FP32 log-probs and entropies [R] of the micro-batch's completion tokens."""
+        scratch = self._scratch_pages(micro.num_pages)
+        run_block = recompute_block if self.activation_recompute and torch.is_grad_enabled() else call_block
+        hidden = self.decoder.hidden(micro.ids, micro.context, [scratch] * len(self.decoder.blocks), run_block)
+        rows = SamplingRows.of(micro.row_params)
+        return token_logprobs(hidden, self.decoder.head, micro.targets, rows, kept, micro.context)
+
+    def _kept_sets(
+        self, micro: MicroBatch, batch: TrainBatch, known: dict[tuple[int, ...], KeptSets]
+    ) -> KeptSets | None:
+        """The micro-batch's kept sets: as recorded at the first update of a batch, materialised for later ones."""
+        if not any(params.filters for params in micro.row_params):
+            return None
+        if micro.samples not in known:
+            chosen = [batch.samples[i] for i in micro.samples]
+            known[micro.samples] = KeptSets.of(chosen, self.decoder.spec.vocab_size, materialise=True)
+        return known[micro.samples]
+
+    def _scratch_pages(self, num_pages: int) -> LayerKV:
+        """Pages for one layer's keys and values; every layer overwrites the last one's."""
+        if self._scratch is None or self._scratch.keys.shape[0] < num_pages:
+            self._scratch = self.decoder.codec().allocate(num_pages, PAGE_SIZE)
+        return self._scratch
+
+    def _add_gradients(self, gradients: list[torch.Tensor]) -> None:
+        if self._gradients is None:
+            self._gradients = gradients
+        else:
+            for total, gradient in zip(self._gradients, gradients, strict=True):
+                tree_add(total, gradient)
+
+    def _check_identity(self, samples: Sequence[Sample]) -> None:
+        ours = self.decoder.identity
+        for index, sample in enumerate(samples):
+            if sample.identity != ours:
+                raise ContractError(
+                    f"sample {index} was drawn by {sample.identity}, this trainer computes as {ours}: log-probs of "
+                    "different identities cannot be equal"
+                )
+
+
+def _describe(rows: TokenRows, differs: np.ndarray) -> str:
+    first = int(np.flatnonzero(differs)[0])
+    return (
+        f"{int(differs.sum())} of {int(rows.current.sum())} log-probs differ from the rollout's; the first is sample "
+        f"{int(rows.sample[first])}, completion position {int(rows.position[first])}: trainer {rows.logp[first]!r} "
+        f"({rows.logp[first : first + 1].view(np.uint32)[0]:#010x}), rollout {rows.rollout_logp[first]!r} "
+        f"({rows.rollout_logp[first : first + 1].view(np.uint32)[0]:#010x}). No update was made. "
+        "Set parity.on_mismatch: warn to go on regardless"
+    )

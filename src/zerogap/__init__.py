@@ -35,10 +35,13 @@ _HOME = {
     "open_model": "zerogap.weights",
     "preset": "zerogap.numerics",
 }
-__all__ = sorted([*_HOME, "__version__"])
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'zerogap' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module 'zerogap' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -57,4 +57,4 @@ def test_pages_of_samples_do_not_overlap():
     (packs,) = plan_packs([s.num_tokens for s in samples], 1, 1024)
     micro = build_micro_batch(packs, samples)
     used = [micro.context.page_table[row, : -(-s.num_tokens // 64)].tolist() for row, s in enumerate(samples)]
-    assert sorted(sum(used, [])) == list(range(micro.num_pages)) and micro.num_pages == 5
+    assert sorted(page for pages in used for page in pages) == list(range(micro.num_pages)) and micro.num_pages == 5

@@ -57,7 +57,7 @@ class Trainer:
         model: Decoder | str | Path,
         numerics: str | Numerics = "bf16",
         *,
-        optimizer: OptimizerSettings = OptimizerSettings(),
+        optimizer: OptimizerSettings | None = None,
         trainable: Sequence[str] = ("all",),
         micro_batch_tokens: int = 4096,
         activation_recompute: bool = False,
@@ -67,7 +67,7 @@ class Trainer:
         Args:
             model: a loaded decoder (its own contract counts), or a model folder, hub id or .gguf file.
             numerics: contract for a model given by name.
-            optimizer: AdamW and schedule.
+            optimizer: AdamW and schedule; None: the defaults of `OptimizerSettings`.
             trainable: tensors to train (`types.select_trainable`).
             micro_batch_tokens: most tokens per forward and backward pass; bounds memory, changes no bit.
             activation_recompute: recompute block activations in the backward; saves memory, changes no bit.
@@ -86,7 +86,7 @@ class Trainer:
         self.activation_recompute = activation_recompute
         self.trainable = model.set_trainable(trainable)
         self.handles = [model.weights[name] for name in self.trainable]
-        self.optimizer = AdamW(self.handles, optimizer)
+        self.optimizer = AdamW(self.handles, optimizer or OptimizerSettings())
         self._gradients: list[torch.Tensor] | None = None
         self._scratch: LayerKV | None = None
         self._kept: weakref.WeakKeyDictionary[TrainBatch, dict[tuple[int, ...], KeptSets]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,37 @@
+"""Tiny models of every family: small enough for exhaustive tests, with the shapes that make kernels work for it
+(grouped queries, widths that are no multiple of a panel, several leaves in the MLP)."""
+
+from zerogap.models.decoder import Decoder
+from zerogap.models.spec import ModelSpec, RopeSpec
+from zerogap.numerics import preset
+from zerogap.weights.random_model import random_tensors
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def tiny_spec(family: str = "llama", **changes: object) -> ModelSpec:
+    """6 query heads over 2 key/value heads of 32, hidden 128, MLP 256 (2 leaves), vocabulary 500 (4 leaves of 128)."""
+    facts: dict = {
+        "family": family,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 500,
+        "norm_eps": 1e-5,
+        "rope": RopeSpec(10000.0),
+        "tied": family != "qwen3",
+        "qkv_bias": family == "qwen2",
+        "o_bias": False,
+        "qk_norm": family == "qwen3",
+        "max_position": 1024,
+    }
+    return ModelSpec(**{**facts, **changes})
+
+
+def tiny_decoder(family: str = "llama", numerics: str = "bf16", seed: int = 1, peak: float = 1.0, **changes) -> Decoder:
+    """A loaded decoder with random weights; the same seed gives the same weights. `changes`: fields of the contract."""
+    spec = tiny_spec(family)
+    return Decoder(spec, preset(numerics, **changes)).load(random_tensors(spec, seed=seed, peak=peak))

@@ -11,6 +11,7 @@ from tests.tiny import FAMILIES, tiny_decoder
 from zerogap.errors import CheckpointError, ContractError, NonFiniteError, ParityError
 from zerogap.ops.cpu import library
 from zerogap.rl.loss import PolicyLoss
+from zerogap.rollout.engine import Engine
 from zerogap.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from zerogap.train.optimizer import OptimizerSettings
 from zerogap.train.trainer import Trainer
@@ -151,9 +152,7 @@ def test_a_sample_of_another_identity_is_refused():
     batch = make_batch(trainer)
     foreign = dataclasses.replace(batch.samples[0], identity=dataclasses.replace(trainer.decoder.identity, build="x"))
     with pytest.raises(ContractError, match="sample 0"):
-        trainer.forward_backward(
-            dataclasses.replace(batch, samples=(foreign, *batch.samples[1:])), PolicyLoss()
-        )
+        trainer.forward_backward(dataclasses.replace(batch, samples=(foreign, *batch.samples[1:])), PolicyLoss())
 
 
 def test_kept_sets_are_verified_then_reused_at_later_weights():
@@ -161,9 +160,6 @@ def test_kept_sets_are_verified_then_reused_at_later_weights():
     trainer = make_trainer()
     params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
     plain = make_batch(trainer, SamplingParams(temperature=0.9))
-    samples = []
-    from zerogap.rollout.engine import Engine
-
     engine = Engine.for_trainer(trainer)
     drawn = engine.generate([s.prompt_ids.tolist() for s in plain.samples], params, None)
     samples = tuple(drawn)
@@ -181,8 +177,6 @@ def test_kept_sets_are_verified_then_reused_at_later_weights():
 
 
 def engine_again(trainer: Trainer, batch: TrainBatch, params: SamplingParams) -> list[Sample]:
-    from zerogap.rollout.engine import Engine
-
     engine = Engine.for_trainer(trainer)
     return engine.generate([s.prompt_ids.tolist() for s in batch.samples], params, None)
 

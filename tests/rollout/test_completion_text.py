@@ -9,12 +9,16 @@ from zerogap.types import SamplingParams
 class Bytes:
     """A tokenizer whose ids are UTF-8 bytes."""
 
+    special_ids = frozenset()
+
     def decode(self, ids, skip_special_tokens=False):
         return bytes(ids).decode("utf-8", errors="replace")
 
 
 class Words:
     """A tokenizer whose ids index a list of pieces of text."""
+
+    special_ids = frozenset()
 
     def __init__(self, *pieces):
         self.pieces = pieces

@@ -21,6 +21,7 @@ class Letters:
     """A tokenizer whose ids are letters: id i is chr(65 + i % 26), ids from 300 on are half of a two-byte character."""
 
     bos_token_id = None
+    special_ids = frozenset()
 
     def prompt_ids(self, prompt):
         if isinstance(prompt, str):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from zerogap.ops.cpu import memory
 from zerogap.ops.cpu.library import Arguments, Operation, empty, pointer, recording, submit
 
 PANEL = 64
@@ -100,12 +101,8 @@ def panels_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def allocate_panels(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed panels for a weight [n, k], aligned to cache lines."""
-    shape = panels_shape(n, k, dtype)
-    size = torch.Size(shape).numel()
-    storage = torch.zeros(size + 64 // dtype.itemsize, dtype=dtype)
-    skip = -storage.data_ptr() % 64 // dtype.itemsize
-    return storage[skip : skip + size].view(shape)
+    """Zeroed panels for a weight [n, k], on huge pages where there are any."""
+    return memory.zeros(panels_shape(n, k, dtype), dtype)
 
 
 def pack(source: torch.Tensor, panels: torch.Tensor | None, transposed: torch.Tensor | None = None) -> None:

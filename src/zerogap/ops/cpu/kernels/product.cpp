@@ -23,12 +23,20 @@ struct Plan {
 
     Plan(const ProductArgs& a, int threads) : args(a), segments(a.mode == CONCATENATE ? a.num_segments : 1), panels(0) {
         for (int64_t s = 0; s < segments; s++) panels += ceil_div(a.segment[s].width, PANEL);
-        int64_t balanced = min_of(ceil_div(4 * threads, max_of(panels, 1)), a.rows / (2 * TILE_ROWS));
-        blocks = max_of(max_of(ceil_div(a.rows, BLOCK_ROWS), balanced), 1);
-        block_rows = ceil_div(ceil_div(a.rows, blocks), TILE_ROWS) * TILE_ROWS;
+        blocks = max_of(ceil_div(a.rows, BLOCK_ROWS), 1);
+        // More blocks where whole panels would leave threads idle at the end; not so many that tiles get low.
+        int64_t best = blocks;
+        for (int64_t b = blocks + 1; b <= min_of(blocks + 3, a.rows / TILE_ROWS) && lost(best, threads) > 0.03; b++)
+            if (lost(b, threads) < lost(best, threads)) best = b;
+        block_rows = ceil_div(a.rows, best);
         blocks = block_rows ? ceil_div(a.rows, block_rows) : 0;
     }
     int64_t items() const { return panels * blocks; }
+    // Share of the threads' time that is lost when `panels * b` equal items are dealt out.
+    double lost(int64_t b, int threads) const {
+        const int64_t each = ceil_div(panels * b, threads) * threads;
+        return each ? double(each - panels * b) / double(each) : 0;
+    }
     Item item(int64_t index) const {
         Item it{0, index / blocks, index % blocks * block_rows, 0};
         it.rows = min_of(block_rows, args.rows - it.row);

@@ -7,8 +7,8 @@
 namespace zg {
 namespace {
 
-constexpr int64_t BLOCK = 128;        // rows of a pack that are summed from +0 (a contract value)
-constexpr int64_t PANELS_AT_ONCE = 4; // panels of x that one item runs a group of dy against
+constexpr int64_t BLOCK = 128;       // rows of a pack that are summed from +0 (a contract value)
+constexpr int64_t NEAR = 512 << 10;  // bytes of x panels that one item runs a group of dy against: they stay in cache
 
 template <typename T> struct Rows {  // the row axis cut into packs, each rounded up to whole steps
     const WeightGradArgs& args;
@@ -17,33 +17,16 @@ template <typename T> struct Rows {  // the row axis cut into packs, each rounde
     explicit Rows(const WeightGradArgs& a) : args(a), steps(0) {
         for (int64_t p = 0; p < a.num_packs; p++) steps += steps_of<T>(a.pack_starts[p + 1] - a.pack_starts[p]);
     }
-    // Lays columns [column, column + WIDTH) of source [rows, width] out as [steps][WIDTH][PER_STEP].
-    template <int WIDTH> void pack(const T* source, int64_t width, int64_t column, T* out) const {
+    // Lays columns [column, column + 16 vectors) of source [rows, width] out, steps and vectors that far apart.
+    void pack(const T* source, int64_t width, int64_t column, int64_t vectors, T* out, int64_t step_stride, int64_t vector_stride) const {
         for (int64_t p = 0; p < args.num_packs; p++)
-            for (int64_t row = args.pack_starts[p]; row < args.pack_starts[p + 1]; row += Storage<T>::PER_STEP) {
-                bool pair = row + 1 < args.pack_starts[p + 1];
-                for (int64_t j = 0; j < WIDTH; j += LANES, out += LANES * Storage<T>::PER_STEP)
-                    interleave(source + row * width + column + j, pair ? width : 0, width - column - j, out);
+            for (int64_t row = args.pack_starts[p]; row < args.pack_starts[p + 1]; row += Storage<T>::PER_STEP, out += step_stride) {
+                const bool pair = row + 1 < args.pack_starts[p + 1];
+                for (int64_t v = 0; v < vectors; v++) {
+                    const int64_t at = column + v * LANES;
+                    interleave(source + row * width + at, pair ? width : 0, width - at, out + v * vector_stride);
+                }
             }
-    }
-    static void interleave(const float* row, int64_t, int64_t count, float* out) { store(out, load_n(row, count)); }
-    // Elements of two rows side by side; `stride` 0 stands for a second row of zeros.
-    static void interleave(const bf16* row, int64_t stride, int64_t count, bf16* out) {
-#if defined(__AVX512F__)
-        const M16 mask = first_n(count);
-        __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row));
-        __m512i odd = stride ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + stride)) : _mm512_setzero_si512();
-        _mm512_storeu_si512(out, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-#else
-        if (count >= LANES && stride) {
-            for (int i = 0; i < LANES; i++) { out[2 * i] = row[i]; out[2 * i + 1] = row[stride + i]; }
-            return;
-        }
-        for (int i = 0; i < LANES; i++) {
-            out[2 * i] = i < count ? row[i] : 0;
-            out[2 * i + 1] = i < count && stride ? row[stride + i] : 0;
-        }
-#endif
     }
 };
 
@@ -90,15 +73,22 @@ template <typename T> void weight_grad(const WeightGradArgs& args, Team& team) {
     const int64_t group_size = rows.steps * GROUP * PER, panel_elements = rows.steps * PANEL * PER;
     T* packed_x = static_cast<T*>(args.workspace);
     T* packed_dy = packed_x + panels * panel_elements;
-    for (int64_t i; (i = team.next(0)) < panels + groups;) {
-        if (i < panels) rows.template pack<PANEL>(static_cast<const T*>(args.x), args.k, i * PANEL, packed_x + i * panel_elements);
-        else rows.template pack<GROUP>(static_cast<const T*>(args.dy), args.n, (i - panels) * GROUP, packed_dy + (i - panels) * group_size);
+    constexpr int64_t TOGETHER = PANEL / GROUP;  // groups of dy per item: whole cache lines of its rows
+    for (int64_t i; (i = team.next(0)) < panels + ceil_div(groups, TOGETHER);) {
+        if (i < panels) {
+            const int64_t vectors = min_of(PANEL / LANES, ceil_div(args.k - i * PANEL, LANES));
+            rows.pack(static_cast<const T*>(args.x), args.k, i * PANEL, vectors, packed_x + i * panel_elements, PANEL * PER, LANES * PER);
+        } else {
+            const int64_t g = (i - panels) * TOGETHER;
+            rows.pack(static_cast<const T*>(args.dy), args.n, g * GROUP, min_of(TOGETHER, groups - g), packed_dy + g * group_size,
+                      GROUP * PER, group_size);
+        }
     }
     team.barrier();
-    const int64_t runs = ceil_div(panels, PANELS_AT_ONCE);
+    const int64_t at_once = max_of(1, NEAR / max_of(1, panel_elements * int64_t(sizeof(T)))), runs = ceil_div(panels, at_once);
     for (int64_t i; (i = team.next(1)) < groups * runs;) {
-        const int64_t g = i % groups, first = i / groups * PANELS_AT_ONCE, height = min_of(GROUP, args.n - g * GROUP);
-        for (int64_t p = first; p < min_of(first + PANELS_AT_ONCE, panels); p++)
+        const int64_t g = i % groups, first = i / groups * at_once, height = min_of(GROUP, args.n - g * GROUP);
+        for (int64_t p = first; p < min_of(first + at_once, panels); p++)
             for (int64_t m = 0, tiles = ceil_div(height, TILE_ROWS); tiles; tiles--) {
                 const int64_t mr = ceil_div(height - m, tiles);
                 accumulate_any<T>(int(mr), rows, packed_dy + g * group_size + m * PER, packed_x + p * panel_elements,

@@ -4,36 +4,47 @@
 namespace zg {
 namespace {
 
-constexpr int64_t CHUNK = 64;  // elements of the reduced axis per visit: a few cache lines of each source row
+// A panel is handled as 32-bit words: one FP32 element, or one pair of BF16 elements; 64 words stand side by side.
+constexpr int64_t WORDS = 16;  // of the reduced axis, per visit
 
-static inline void convert(const float* source, float* out) { *out = *source; }
-static inline void convert(const bf16* source, bf16* out) { *out = *source; }
-static inline void convert(const float* source, bf16* out) { *out = float_to_bf16(*source); }
+// `count` elements in the storage dtype, zeros after them up to whole words. Only FP32 to BF16 rounds.
+template <typename T> inline void convert(const T* source, int64_t count, T* out) { memcpy(out, source, count * sizeof(T)); }
+inline void convert(const float* source, int64_t count, bf16* out) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(out + i, load(source + i));
+    if (i < count) store_n(out + i, load_n(source + i, count - i), count - i);
+}
 
-// Rows [row, row + 64) of source [rows, k], columns [from, to), into one panel.
-template <typename S, typename T>
-void pack_forward(const S* source, int64_t rows, int64_t k, int64_t row, int64_t from, int64_t to, T* panel) {
-    constexpr int64_t PER = Storage<T>::PER_STEP;
-    for (int64_t column = from; column < to; column += PER)
-        for (int64_t j = 0; j < PANEL; j++)
-            for (int64_t e = 0; e < PER; e++) {
-                T* out = panel + column * PANEL + j * PER + e;
-                if (row + j < rows && column + e < k) convert(source + (row + j) * k + column + e, out);
-                else *out = 0;
+// Rows [row, row + 64) of source [rows, k] into one panel: 16 x 16 words are turned at a time.
+template <typename S, typename T> void pack_forward(const S* source, int64_t rows, int64_t k, int64_t row, T* panel) {
+    constexpr int64_t PER = Storage<T>::PER_STEP, SPAN = WORDS * PER;
+    uint32_t* out = reinterpret_cast<uint32_t*>(panel);
+    for (int64_t from = 0; from < k; from += SPAN)
+        for (int64_t first = 0; first < PANEL; first += LANES) {
+            alignas(64) uint32_t words[LANES][WORDS];
+            const int64_t count = min_of(SPAN, k - from), steps = steps_of<T>(count);
+            for (int64_t j = 0; j < LANES; j++) {
+                T* line = reinterpret_cast<T*>(words[j]);
+                if (row + first + j >= rows || count < SPAN) memset(line, 0, sizeof(words[j]));
+                if (row + first + j < rows) convert(source + (row + first + j) * k + from, count, line);
             }
+            for (int64_t s = 0; s < steps; s++) {
+                uint32_t* line = out + (from / PER + s) * PANEL + first;
+                for (int64_t j = 0; j < LANES; j++) line[j] = words[j][s];
+            }
+        }
 }
 
 // Columns [column, column + 64) of source, rows [from, to), into a panel of the transposed weight.
 template <typename S, typename T>
-void pack_transposed(const S* source, int64_t rows, int64_t k, int64_t column, int64_t from, int64_t to, T* panel) {
+void pack_transposed(const S* source, int64_t k, int64_t column, int64_t from, int64_t to, T* panel) {
     constexpr int64_t PER = Storage<T>::PER_STEP;
-    for (int64_t row = from; row < to; row += PER)
-        for (int64_t j = 0; j < PANEL; j++)
-            for (int64_t e = 0; e < PER; e++) {
-                T* out = panel + row * PANEL + j * PER + e;
-                if (row + e < rows && column + j < k) convert(source + (row + e) * k + column + j, out);
-                else *out = 0;
-            }
+    const int64_t count = min_of(PANEL, k - column);
+    for (int64_t row = from; row < to; row += PER) {
+        alignas(64) T lines[PER][PANEL] = {};
+        for (int64_t e = 0; e < min_of(PER, to - row); e++) convert(source + (row + e) * k + column, count, lines[e]);
+        for (int64_t j = 0; j < PANEL; j += LANES) interleave(lines[0] + j, PANEL, LANES, panel + row * PANEL + j * PER);
+    }
 }
 
 template <typename S, typename T> void pack(const PackArgs& args, Team& team) {
@@ -41,13 +52,11 @@ template <typename S, typename T> void pack(const PackArgs& args, Team& team) {
     const int64_t rows = args.rows, k = args.k, down = ceil_div(rows, PANEL), across = ceil_div(k, PANEL);
     if (args.panels)
         for (int64_t i; (i = team.next(0)) < down;)
-            for (int64_t from = 0; from < k; from += CHUNK)
-                pack_forward(source, rows, k, i * PANEL, from, min_of(from + CHUNK, k),
-                             static_cast<T*>(args.panels) + i * panel_size<T>(k));
+            pack_forward(source, rows, k, i * PANEL, static_cast<T*>(args.panels) + i * panel_size<T>(k));
     if (args.transposed)
         for (int64_t i; (i = team.next(1)) < down * across;) {
             const int64_t from = i / across * PANEL, p = i % across;
-            pack_transposed(source, rows, k, p * PANEL, from, min_of(from + PANEL, rows),
+            pack_transposed(source, k, p * PANEL, from, min_of(from + PANEL, rows),
                             static_cast<T*>(args.transposed) + p * panel_size<T>(rows));
         }
 }

@@ -31,6 +31,26 @@ template <> struct Storage<bf16> { static constexpr int PER_STEP = 2; };
 template <typename T> static inline int64_t steps_of(int64_t reduce) { return ceil_div(reduce, Storage<T>::PER_STEP); }
 template <typename T> static inline int64_t panel_size(int64_t reduce) { return steps_of<T>(reduce) * Storage<T>::PER_STEP * PANEL; }
 
+    static inline void interleave(const float* row, int64_t, int64_t count, float* out) { store(out, load_n(row, count)); }
+    // 16 columns (those from `count` on are zeros) of two rows, element by element side by side; `stride` 0 stands for a second row of zeros.
+    static inline void interleave(const bf16* row, int64_t stride, int64_t count, bf16* out) {
+#if defined(__AVX512F__)
+        const M16 mask = first_n(count);
+        __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row));
+        __m512i odd = stride ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + stride)) : _mm512_setzero_si512();
+        _mm512_storeu_si512(out, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+#else
+        if (count >= LANES && stride) {
+            for (int i = 0; i < LANES; i++) { out[2 * i] = row[i]; out[2 * i + 1] = row[stride + i]; }
+            return;
+        }
+        for (int i = 0; i < LANES; i++) {
+            out[2 * i] = i < count ? row[i] : 0;
+            out[2 * i + 1] = i < count && stride ? row[stride + i] : 0;
+        }
+#endif
+    }
+
 // Left operand of step s, row m: row-major (stride lda), or packed [steps][GROUP][PER_STEP].
 template <typename T, bool PACKED> static inline const T* left(const T* a, int64_t lda, int64_t s, int m) {
     return PACKED ? a + (s * GROUP + m) * Storage<T>::PER_STEP : a + m * lda + s * Storage<T>::PER_STEP;

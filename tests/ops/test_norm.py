@@ -6,7 +6,8 @@ import torch
 
 from tests.bits import assert_different_bits, assert_same_bits, hard_values, unit_values
 from tests.ops import elementwise_reference as reference
-from tests.ops.elementwise_cases import DTYPES, EPS, FP32, UNIT, context, handle
+from tests.ops.elementwise_cases import DTYPES, EPS, FP32, UNIT, all_outputs, context, handle
+from zerogap.ops import tap
 from zerogap.ops.cpu import library
 from zerogap.ops.norm import head_norm, rms_norm
 
@@ -223,3 +224,11 @@ def test_absent_gradients(dtype) -> None:
     assert_same_bits(run(x, None, frozen, d_normed=d)[2], run(x, None, w, d_normed=d)[2], "frozen weight")
     assert frozen.grad is None
     assert_same_bits(w.grad, trained + trained, "a second backward adds to the bin")
+
+
+def test_tap_sees_every_op() -> None:
+    """Each op of this family reports its outputs once, with and without a graph."""
+    seen: list[str] = []
+    with tap.listen(lambda name, outputs, info: seen.append(f"{name}: {', '.join(outputs)}")):
+        all_outputs(FP32)
+    assert seen == ["rms_norm: residual, normed", "head_norm: normed", "rope: q, k", "silu_mul: out", "embedding: out"]

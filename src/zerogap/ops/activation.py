@@ -20,7 +20,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out = _SiluMul.apply(gate, up)
     else:
         out = kernels.silu_mul(gate, up)
-    tap.observe("silu_mul", {"out": out}, {})
+    tap.observe("silu_mul", {"out": out}, {"gate": gate, "up": up})
     return out
 
 

@@ -37,7 +37,7 @@ def embedding(ids: torch.Tensor, weight: WeightHandle, context: ForwardContext) 
         out = _Embedding.apply(weight.anchor, ids, weight, context)
     else:
         out = kernels.gather(weight.rows, ids, keep=(weight.rows,))
-    tap.observe("embedding", {"out": out}, {"weight": weight.spec.name})
+    tap.observe("embedding", {"out": out}, {"ids": ids, "weight": weight.spec.name})
     return out
 
 
@@ -56,7 +56,7 @@ def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         out = _GatherRows.apply(x, rows)
     else:
         out = kernels.gather(x, rows)
-    tap.observe("gather_rows", {"out": out}, {})
+    tap.observe("gather_rows", {"out": out}, {"x": x, "rows": rows})
     return out
 
 

@@ -47,7 +47,8 @@ def rms_norm(
         residual, normed = _Norm.apply(x, delta, weight.anchor, weight, eps, 1, context)
     else:
         residual, normed = kernels.norm(x, delta, _rows(weight), eps, 1)
-    tap.observe("rms_norm", {"residual": residual, "normed": normed}, {"weight": weight.spec.name})
+    info = {"x": x, "delta": delta, "weight": weight.spec.name, "eps": eps}
+    tap.observe("rms_norm", {"residual": residual, "normed": normed}, info)
     return residual, normed
 
 
@@ -72,7 +73,9 @@ def head_norm(
         normed = _HeadNorm.apply(x, weight.anchor, weight, eps, num_heads, context)
     else:
         _, normed = kernels.norm(x, None, _rows(weight), eps, num_heads)
-    tap.observe("head_norm", {"normed": normed}, {"weight": weight.spec.name})
+    tap.observe(
+        "head_norm", {"normed": normed}, {"x": x, "weight": weight.spec.name, "num_heads": num_heads, "eps": eps}
+    )
     return normed
 
 

@@ -105,7 +105,7 @@ def rope(
         q_out, k_out = _Rope.apply(q, k, table, head_dim, positions)
     else:
         q_out, k_out = kernels.rotate(q, k, table, positions, head_dim, inverse=False)
-    tap.observe("rope", {"q": q_out, "k": k_out}, {"head_dim": head_dim})
+    tap.observe("rope", {"q": q_out, "k": k_out}, {"q": q, "k": k, "positions": positions, "head_dim": head_dim})
     return q_out, k_out
 
 

@@ -1,0 +1,224 @@
+"""The checks of the parity ladder. Each compares two ways to the same numbers and counts the bits that differ.
+
+Checks compare FP32 logits wherever logits exist on both sides, and log-probs, token ids or digests elsewhere. Numbers
+follow the ladder of docs/architecture.md; 7 (speculation) and 9 (parallel layouts) come with those features.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zerogap.errors import ParityError
+from zerogap.models.decoder import Decoder
+from zerogap.rl.loss import PolicyLoss
+from zerogap.rollout.engine import Engine
+from zerogap.train.optimizer import OptimizerSettings
+from zerogap.train.trainer import Trainer
+from zerogap.types import Sample, SamplingKey, SamplingParams, TrainBatch
+from zerogap.verify.paths import Ids, decode_logits, engine_logits, trainer_logits
+from zerogap.weights import open_model, save_folder
+
+
+@dataclasses.dataclass
+class Tally:
+    """Numbers compared and numbers that differ in at least one bit; remembers the first difference."""
+
+    compared: int = 0
+    differing: int = 0
+    first: str = ""
+
+    def arrays(self, what: str, ours: torch.Tensor | np.ndarray, theirs: torch.Tensor | np.ndarray) -> None:
+        """Compare two arrays of equal shape and 4-byte dtype as bits."""
+        a, b = (np.ascontiguousarray(x.detach().numpy() if isinstance(x, torch.Tensor) else x) for x in (ours, theirs))
+        assert a.dtype == b.dtype and a.dtype.itemsize == 4, f"{what}: {a.dtype} against {b.dtype}"
+        if a.shape != b.shape:
+            self.values(what, a.shape, b.shape)
+            return
+        wrong = np.flatnonzero(a.view(np.uint32).ravel() != b.view(np.uint32).ravel())
+        self.compared += a.size
+        self.differing += len(wrong)
+        if len(wrong) and not self.first:
+            at = int(wrong[0])
+            self.first = f"{what}, element {at}: {a.ravel()[at]!r} against {b.ravel()[at]!r}"
+
+    def values(self, what: str, ours: object, theirs: object) -> None:
+        """Compare two plain values."""
+        self.compared += 1
+        if ours != theirs:
+            self.differing += 1
+            self.first = self.first or f"{what}: {ours!r} against {theirs!r}"
+
+    def samples(self, what: str, ours: Sequence[Sample], theirs: Sequence[Sample]) -> None:
+        """Compare token ids and log-prob bits of samples drawn twice."""
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            self.arrays(f"{what}, sample {index}, ids", a.completion_ids, b.completion_ids)
+            self.arrays(f"{what}, sample {index}, log-probs", a.logprobs, b.logprobs)
+
+
+@dataclasses.dataclass
+class Subject:
+    """What a ladder climbs on.
+
+    Attributes:
+        decoder: the model; checks 8 and 10 train it in place.
+        sequences: token ids, of lengths around the KV block size and one beyond it.
+        source: where the model came from (tokenizer files travel with check 8's export), or None.
+        page_sizes: the two page sizes that check 6 compares.
+        steps: optimizer steps of check 10.
+        trainable: tensors that checks 8 and 10 train.
+        reload: test seam of check 8: what is written for each tensor (a planted fault replaces it).
+        logged: test seam of check 10: what the rollout's record becomes before it is trained on.
+    """
+
+    decoder: Decoder
+    sequences: Sequence[Ids]
+    page_sizes: tuple[int, int] = (16, 64)
+    steps: int = 3
+    trainable: Sequence[str] = ("all",)
+    reload: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter
+    logged: Callable[[list[Sample]], list[Sample]] = list
+
+    @property
+    def prompts(self) -> list[Ids]:
+        """Beginnings whose last position a chunk border, a block border or neither falls on."""
+        longest = max(self.sequences, key=len)
+        cuts = [c for c in (2, 17, 63, 64, 65, 66, len(longest) - 1) if c < len(longest)]
+        return [longest[:cut] for cut in cuts] + [s[: len(s) - 1] for s in self.sequences if len(s) > 2]
+
+
+def batch_size(subject: Subject, tally: Tally) -> None:
+    """1: packs of the trainer computed in one pass equal the same packs computed one by one."""
+    order = list(range(len(subject.sequences)))
+    packs = [order[0::2], order[1::2]]
+    together = trainer_logits(subject.decoder, subject.sequences, packs)
+    alone = [t for pack in packs for t in trainer_logits(subject.decoder, subject.sequences, [pack])]
+    for index, (a, b) in enumerate(zip(together, alone, strict=True)):
+        tally.arrays(f"sequence {index}", a, b)
+
+
+def packing(subject: Subject, tally: Tally) -> None:
+    """2: a sequence in a pack with others, in any order, equals itself alone."""
+    count = len(subject.sequences)
+    alone = [trainer_logits(subject.decoder, [s], [[0]])[0] for s in subject.sequences]
+    for order in (list(range(count)), list(reversed(range(count)))):
+        packed = trainer_logits(subject.decoder, subject.sequences, [order])
+        for place, index in enumerate(order):
+            tally.arrays(f"sequence {index} at place {place}", packed[place], alone[index])
+
+
+def prefill(subject: Subject, tally: Tally) -> None:
+    """3: the engine's prefill of whole prompts equals the trainer."""
+    prompts = subject.prompts
+    engine = engine_logits(subject.decoder, prompts, prefix_cache=False, max_batch_tokens=4096)
+    for index, (prompt, row) in enumerate(zip(prompts, engine, strict=True)):
+        expected = trainer_logits(subject.decoder, [[*prompt, 0]], [[0]])[0][-1]
+        tally.arrays(f"prompt {index} of {len(prompt)} tokens", row, expected)
+
+
+def chunked_prefill(subject: Subject, tally: Tally) -> None:
+    """4: prefill in chunks, with borders swept around the KV block size, equals prefill in one piece."""
+    prompts = [p for p in subject.prompts if len(p) > 60]
+    whole = engine_logits(subject.decoder, prompts, prefix_cache=False, max_batch_tokens=4096)
+    for size in (17, 48, 62, 63, 64, 65, 66, 96):
+        # The last chunk of a prompt must not be a single row: that is decoding, which check 5 is about.
+        fitting = [(p, row) for p, row in zip(prompts, whole, strict=True) if len(p) % size != 1]
+        if not fitting:
+            continue
+        settings = {"prefix_cache": False, "max_batch_tokens": size, "max_sequences": 1}
+        chunked = engine_logits(subject.decoder, [p for p, _ in fitting], **settings)
+        for (prompt, row), other in zip(fitting, chunked, strict=True):
+            tally.arrays(f"prompt of {len(prompt)} tokens in chunks of {size}", other, row)
+
+
+def decoding(subject: Subject, tally: Tally) -> None:
+    """5: logits while decoding token by token equal those of a prefill of prompt and completion together."""
+    for index, prompt in enumerate([subject.prompts[1], subject.prompts[2]]):
+        sample, rows = decode_logits(subject.decoder, prompt, 8, SamplingKey(seed=5, prompt=index))
+        ids = [*prompt, *sample.completion_ids.tolist()]
+        prefixes = [ids[: len(prompt) + i] for i in range(len(rows))]
+        expected = engine_logits(subject.decoder, prefixes, prefix_cache=False, max_batch_tokens=4096)
+        for step, (row, other) in enumerate(zip(rows, expected, strict=True)):
+            tally.arrays(f"prompt {index}, token {step}", row, other)
+
+
+def cache_states(subject: Subject, tally: Tally) -> None:
+    """6: prefix hits, preemption and another page size equal a cold engine with room for everything."""
+    prompts = [[*subject.prompts[-1], *tail] for tail in ((1,), (2, 3), (4, 5, 6))]
+    params = SamplingParams(max_tokens=12, stop_token_ids=())
+    small, large = subject.page_sizes
+    keys = [SamplingKey(seed=6, prompt=i) for i in range(len(prompts))]
+
+    def drawn(times: int = 1, **settings: object) -> tuple[list[Sample], Engine]:
+        engine = Engine(subject.decoder, **settings)  # type: ignore[arg-type]
+        for _ in range(times):
+            samples = engine.generate(prompts, params, keys)
+        return samples, engine
+
+    cold, _ = drawn(prefix_cache=False, page_size=small)
+    warm, engine = drawn(times=2, page_size=small)
+    tally.samples("prefix hit", warm, cold)
+    tally.values("the prefix cache was hit", engine.statistics.cache_hit_tokens > 0, True)
+    tally.samples(f"page size {large}", drawn(prefix_cache=False, page_size=large)[0], cold)
+    longest = max(len(p) for p in prompts) + params.max_tokens
+    pages = -(-longest // small) + 2
+    budget = pages * small * subject.decoder.codec().bytes_per_token() * len(subject.decoder.blocks)
+    tight, engine = drawn(prefix_cache=False, page_size=small, kv_cache_bytes=budget)
+    tally.samples("preemption", tight, cold)
+    tally.values("a sequence was preempted", engine.statistics.preemptions > 0, True)
+
+
+def second_step(subject: Subject, tally: Tally) -> None:
+    """8: after an optimizer step, an update, an export and a reload: equal digests, and checks 3 to 6 once more."""
+    _train(subject, Tally(), steps=1, seed=8)
+    decoder = subject.decoder
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = ((name, handle.value()) for name, handle in decoder.weights.items())
+        save_folder(Path(folder) / "model", decoder.spec, subject.reload(tensors))
+        files = open_model(Path(folder) / "model")
+        again = Decoder(files.spec, decoder.numerics, max_positions=decoder.max_positions).load(files.tensors())
+    ours, theirs = decoder.digests(), again.digests()
+    for name in ours:
+        tally.values(f"digest of {name}", theirs.get(name), ours[name])
+    prompts = subject.prompts
+    expected = [trainer_logits(decoder, [[*p, 0]], [[0]])[0][-1] for p in prompts]
+    rows = engine_logits(again, prompts, prefix_cache=False, max_batch_tokens=4096)
+    for index, (row, other) in enumerate(zip(rows, expected, strict=True)):
+        tally.arrays(f"reloaded engine, prompt {index}", row, other)
+    for check in (prefill, chunked_prefill, decoding, cache_states):
+        check(subject, tally)
+
+
+def direct(subject: Subject, tally: Tally) -> None:
+    """10: over real optimizer steps, the log-probs that the rollout logged are the trainer's."""
+    _train(subject, tally, subject.steps, seed=10)
+
+
+def _train(subject: Subject, tally: Tally, steps: int, seed: int) -> None:
+    """`steps` rounds of rollout, training on the drawn samples, and update, on the subject's own decoder."""
+    trainer = Trainer(
+        subject.decoder,
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        trainable=subject.trainable,
+        on_mismatch="warn",
+    )
+    engine = Engine.for_trainer(trainer)
+    prompts = [list(p) for p in (subject.prompts[0], subject.prompts[1], subject.prompts[-1])]
+    for step in range(steps):
+        params = SamplingParams(temperature=0.8, max_tokens=10, stop_token_ids=())
+        keys = [SamplingKey(seed=seed, step=step, prompt=i) for i in range(len(prompts))]
+        samples = subject.logged(engine.generate(prompts, params, keys, num_samples=2))
+        advantages = np.array([1.0 if i % 2 else -1.0 for i in range(len(samples))])
+        masks = tuple(np.ones(len(s.completion_ids), bool) for s in samples)
+        result = trainer.forward_backward(TrainBatch(tuple(samples), advantages, masks), PolicyLoss())
+        if not result.compared_tokens:
+            raise ParityError("no token of the rollout carries the trainer's weight version")
+        tally.compared += result.compared_tokens
+        tally.differing += result.mismatched_tokens
+        if result.mismatched_tokens and not tally.first:
+            tally.first = f"step {step}: {result.mismatched_tokens} of {result.compared_tokens} log-probs"
+        trainer.optim_step()
+        engine.update_weights(trainer)

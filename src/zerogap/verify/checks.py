@@ -164,7 +164,7 @@ def cache_states(subject: Subject, tally: Tally) -> None:
     tally.values("the prefix cache was hit", engine.statistics.cache_hit_tokens > 0, True)
     tally.samples(f"page size {large}", drawn(prefix_cache=False, page_size=large)[0], cold)
     longest = max(len(p) for p in prompts) + params.max_tokens
-    pages = -(-longest // small) + 2
+    pages = 2 * -(-longest // small) - 1  # room for two prompts, but not for both completions
     budget = pages * small * subject.decoder.codec().bytes_per_token() * len(subject.decoder.blocks)
     tight, engine = drawn(prefix_cache=False, page_size=small, kv_cache_bytes=budget)
     tally.samples("preemption", tight, cold)

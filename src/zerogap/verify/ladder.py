@@ -54,14 +54,10 @@ def climb(subject: Subject, numbers: Sequence[int] = tuple(LADDER)) -> Iterator[
         name, check = LADDER[number]
         tally, began = Tally(), time.perf_counter()
         check(subject, tally)
-        yield CheckResult(
-            number, name, tally.compared, tally.differing, tally.first, time.perf_counter() - began
-        )
+        yield CheckResult(number, name, tally.compared, tally.differing, tally.first, time.perf_counter() - began)
 
 
-def subject_for(
-    decoder: Decoder, texts: Sequence[Sequence[int]] = (), seed: int = 0, max_length: int = 150
-) -> Subject:
+def subject_for(decoder: Decoder, texts: Sequence[Sequence[int]] = (), seed: int = 0, max_length: int = 150) -> Subject:
     """A subject with sequences of lengths around the KV block: random ids, and given token ids of real text.
 
     Args:

@@ -1,8 +1,8 @@
 """Planted faults, one per check of the ladder: each makes the real code path wrong in the way that its check is for.
 
-`zerogap verify --inject NAME` shows that a check can fail. The check a fault belongs to is the first to turn red; a later
-check may follow only where it contains the faulty path. Faults 1 to 6 sit in the first decoder block and look at the
-forward context, as a kernel that depends on batch, packing, side, chunking, decoding or paging would; the other two
+`zerogap verify --inject NAME` shows that a check can fail. The check a fault belongs to is the first to turn red; a
+later check may follow only where it contains the faulty path. Faults 1 to 6 sit in the first decoder block and look at
+the forward context, as a kernel that depends on batch, packing, side, chunking, decoding or paging would; the other two
 change what is exported or logged.
 """
 

@@ -5,7 +5,8 @@
     trainer = zg.Trainer("path/to/model", numerics="bf16")
     engine = zg.Engine.for_trainer(trainer)
     samples = engine.generate(prompts, zg.SamplingParams(temperature=1.0, max_tokens=64))
-    result = trainer.forward_backward(zg.TrainBatch(...), zg.PolicyLoss(...))   # result.mismatched_tokens == 0
+    batch = zg.build_batch(samples, zg.group_advantages(rewards, groups, "group"), False)
+    result = trainer.forward_backward(batch, zg.PolicyLoss())   # result.mismatched_tokens == 0
     trainer.optim_step()
     engine.update_weights(trainer)
 

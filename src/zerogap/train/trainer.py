@@ -22,6 +22,7 @@ from zerogap.numerics import Numerics, preset
 from zerogap.ops.logprob import KeptSets, token_logprobs
 from zerogap.ops.optim import tree_add
 from zerogap.ops.sampling import SamplingRows
+from zerogap.text import Tokenizer
 from zerogap.train.bins import GradientBins
 from zerogap.train.optimizer import AdamW, OptimizerSettings, OptimizerStep
 from zerogap.train.packing import PAGE_SIZE, MicroBatch, build_micro_batch, micro_batches, plan_packs
@@ -77,8 +78,11 @@ class Trainer:
             raise ConfigError("parity.on_mismatch", on_mismatch, "choose abort or warn")
         if micro_batch_tokens < 1:
             raise ConfigError("optimizer.micro_batch_tokens", micro_batch_tokens, "choose at least 1 token")
+        self.tokenizer: Tokenizer | None = None
         if not isinstance(model, Decoder):
             files = open_model(model)
+            if files.tokenizer_files():
+                self.tokenizer = Tokenizer.from_files(files.tokenizer_files(), files.chat_template)
             model = Decoder(files.spec, preset(numerics)).load(files.tensors())
         self.decoder = model
         self.on_mismatch = on_mismatch

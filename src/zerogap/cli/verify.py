@@ -77,12 +77,15 @@ def _run(console: Console, model: str, numerics: str, inject: str | None, thread
     console.print(f"identity {decoder.identity}, {'random ids and text' if texts else 'random ids (no tokenizer)'}")
     subject = subject_for(decoder, texts)
     results = []
-    with library.use_threads(threads or library.num_threads()), console.status("") as status:
-        with planted(chosen, subject) if chosen else nullcontext(subject) as climbed:
-            steps = climb(climbed)
-            for number in LADDER:
-                status.update(f"check {number}: {LADDER[number][0]}")
-                results.append(next(steps))
+    with (
+        library.use_threads(threads or library.num_threads()),
+        console.status("") as status,
+        planted(chosen, subject) if chosen else nullcontext(subject) as climbed,
+    ):
+        steps = climb(climbed)
+        for number in LADDER:
+            status.update(f"check {number}: {LADDER[number][0]}")
+            results.append(next(steps))
     table = Table("check", "what must be equal", "compared", "different", "seconds", "", title="Parity ladder")
     for r in results:
         verdict = "[green]exact[/]" if r.exact else "[bold red]DIFFERS[/]"

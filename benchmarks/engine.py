@@ -1,7 +1,7 @@
 """Rollout throughput against transformers: prefill and decode apart, with log-probs, in one interleaved run.
 
-Both sides draw `--new-tokens` tokens at temperature 1 for 1, 16 and 32 random prompts of `--prompt-tokens`, in BF16, and
-return the log-prob of each. Decode time is the time of the whole call less that of a call for one token (prefill).
+Both sides draw `--new-tokens` tokens at temperature 1 for 1, 16 and 32 random prompts of `--prompt-tokens`, in BF16,
+and return the log-prob of each. Decode time is the time of the whole call less that of a call for one token (prefill).
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """One training step's forward and backward against transformers, on the same tokens in one interleaved run.
 
 `--samples` sequences of `--length` tokens (equal lengths, so that transformers pads nothing) with half of each as
-completion. zerogap runs them packed, BF16, gradients summed in FP32. transformers runs them as one batch: once with BF16
-weights, once with FP32 weights under BF16 autocast, which is what common trainers do. All tensors are trained.
+completion. zerogap runs them packed, BF16, gradients summed in FP32. transformers runs them as one batch: once with
+BF16 weights, once with FP32 weights under BF16 autocast, as common trainers do. All tensors are trained.
 """
 
 import numpy as np

@@ -150,6 +150,38 @@ def test_ties_at_the_boundary_go_to_the_lower_ids(logits, params, kept):
         assert abs(logp - float(exact[kept.index(token)])) < 1e-6
 
 
+def distance_with_mass(mass: int) -> float:
+    """An FP32 d < 0 whose mass round(2^40 exp(d)) is exactly `mass` (steps are below 1 up to 2^18)."""
+    center = np.float32(math.log(mass / 2**40))
+    grid = (center.view(np.uint32) + np.arange(-64, 65)).astype(np.uint32).view(np.float32)
+    masses = np.rint(reference.exp(grid).astype(np.float64) * 2.0**40)
+    return float(grid[np.flatnonzero(masses == mass)[0]])
+
+
+def test_top_p_is_reached_by_the_mass_rounded_up():
+    """p = 1 - 2^-24 of masses 2^40 and m = 2^16 + 1: p * total lies between 2^40 and 2^40 + 1, so one id is not enough;
+    with m = 2^16 it lies below 2^40, and one is."""
+    p = float(np.nextafter(np.float32(1), np.float32(0)))
+    for mass, kept in ((2**16 + 1, 2), (2**16, 1)):
+        z = torch.tensor([[0.0, distance_with_mass(mass), -90.0]])
+        assert int(sample(z, SamplingRows.of([SamplingParams(top_p=p)]), keys_of(1), 64).kept_count) == kept
+
+
+@pytest.mark.parametrize(("largest", "leaf"), [(1, 64), (64, 128), (64, 64)])
+def test_a_draw_on_the_boundary_takes_the_next_id(largest, leaf):
+    """r = m exactly, m being the mass of id 0: its running mass does not exceed r. With mass m + 1 it does. The next id
+    stands in the same chunk, the next chunk, or the next leaf. (A position whose draw is near zero makes m small.)"""
+    position = 17169035
+    draw = draw_u64(0, 0, position)
+    mass = draw * (2**40 + (draw >> 24)) >> 64
+    assert mass < 2**17 and draw * (2**40 + mass) >> 64 == mass
+    for m, token in ((mass, largest), (mass + 1, 0)):
+        z = torch.full((1, 128), -90.0)
+        z[0, 0], z[0, largest] = distance_with_mass(m), 0.0
+        key = torch.tensor([pack_key(SamplingKey(), position)])
+        assert int(sample(z, SamplingRows.allocate(1), key, leaf).ids) == token
+
+
 def test_greedy_takes_the_first_largest_and_records_the_untempered_log_prob():
     z = grid_logits(6, 1000)
     z[:, 700] = z[:, 300] = z.amax() + 1

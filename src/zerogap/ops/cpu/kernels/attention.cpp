@@ -1,8 +1,8 @@
 // Attention forward over pages: the one definition for training, prefill, chunks and decode.
 //
 // A query row's bits depend on its position, its own q and the keys up to its position. Query rows of one sequence are
-// taken MAX_ROWS at a time so that a loaded key or value serves all of them; where their last blocks differ in length the
-// value product runs per length, so that no row ever multiplies a value that it may not see.
+// taken MAX_ROWS at a time so that a loaded key or value serves all of them; where their last blocks differ in length
+// the value product runs per length, so that no row ever multiplies a value that it may not see.
 #include "attention.h"
 
 namespace zg {
@@ -70,7 +70,9 @@ template <class T> struct ScoreProduct {
             for (int r = 0; r < ROWS; r++) acc[r][c] = zero();
         }
         accumulate<T, ROWS, COLS>(acc, head_dim / W, q, head_dim, b, TILE_KEYS * W);
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
             for (int c = 0; c < COLS; c++) store(s + r * BLOCK_KEYS + c * TILE_KEYS, acc[r][c]);
     }
 };
@@ -100,34 +102,42 @@ template <class T> struct ValueProduct {
             for (int c = 0; c < COLS; c++) b[c] = last + (column + c * LANES) * W;
             accumulate<T, ROWS, COLS>(acc, 1, p + keys - 1, BLOCK_KEYS, b, 0);
         }
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
             for (int c = 0; c < COLS; c++) {
                 float* out = o + r * head_dim + column + c * LANES;
-                store(out, first ? acc[r][c] : fma(load(out), set1(alpha[r]), acc[r][c]));
+                if (first) store(out, acc[r][c]); else store(out, fma(load(out), set1(alpha[r]), acc[r][c]));
             }
     }
 };
 
-// One row's block: s -> p (rounded to storage), m, l and the factor alpha of what was accumulated before.
-template <class T> void soften(Rows<T>& rows, int64_t r, int64_t keys, float scale, bool first) {
+// One row's block: s -> p (rounded to storage), m, l and the factor alpha of what was accumulated before. FULL: all 64
+// keys are visible; else lanes from `keys` on hold whatever was left there and are dropped by selection.
+template <class T, bool FULL> void soften(Rows<T>& rows, int64_t r, int64_t keys, float scale, bool first) {
+    constexpr int PARTS = BLOCK_KEYS / LANES;
     const float* s = rows.s + r * BLOCK_KEYS;
-    const F16 lowest = set1(-HUGE_VALF);
-    F16 x[4], top = lowest;
-    for (int c = 0; c < 4; c++) {
-        x[c] = lowest;
-        if (c * LANES < keys) x[c] = select(first_n(keys - c * LANES), load(s + c * LANES) * set1(scale), lowest);
-        top = max(top, x[c]);
+    T* p = rows.p + r * BLOCK_KEYS;
+    const F16 factor = set1(scale), lowest = set1(-HUGE_VALF);
+    F16 x[PARTS];
+    M16 visible[PARTS];
+#pragma GCC unroll 4
+    for (int c = 0; c < PARTS; c++) {
+        visible[c] = first_n(FULL ? LANES : keys - c * LANES);
+        x[c] = load(s + c * LANES) * factor;
+        if (!FULL) x[c] = select(visible[c], x[c], lowest);
     }
-    float m = lane_max(top);
+    float m = lane_max(max(max(x[0], x[1]), max(x[2], x[3])));
     if (!first && rows.m[r] > m) m = rows.m[r];
-    F16 sum = zero();
-    for (int c = 0; c < 4; c++) {
-        F16 p = zero();
-        if (c * LANES < keys) p = select(first_n(keys - c * LANES), exp(x[c] - set1(m)), zero());
-        store(rows.p + r * BLOCK_KEYS + c * LANES, p);
-        sum = c ? sum + p : p;
+    const F16 top = set1(m);
+#pragma GCC unroll 4
+    for (int c = 0; c < PARTS; c++) x[c] = exp(x[c] - top);
+#pragma GCC unroll 4
+    for (int c = 0; c < PARTS; c++) {
+        if (!FULL) x[c] = select(visible[c], x[c], zero());
+        store(p + c * LANES, x[c]);
     }
-    const float l = lane_sum(sum);
+    const float l = lane_sum(x[0] + x[1] + x[2] + x[3]);
     rows.alpha[r] = first ? 0.0f : m == rows.m[r] ? 1.0f : exp_one(rows.m[r] - m);
     rows.l[r] = first ? l : fma_one(rows.l[r], rows.alpha[r], l);
     rows.m[r] = m;
@@ -164,7 +174,8 @@ template <class T> void add_values(Rows<T>& rows, const T* const* tiles, int64_t
                 const T* step = tiles[keys / TILE_KEYS] + keys % TILE_KEYS / W * D * W;
                 for (int64_t d = 0; d < D; d++) { rows.last[d * W] = step[d * W]; rows.last[d * W + W - 1] = 0; }
             }
-            ValueProduct<T> product{rows.p + r * BLOCK_KEYS, tiles, rows.last, keys, D, rows.alpha + r, rows.o + r * D, 0, first};
+            ValueProduct<T> product{rows.p + r * BLOCK_KEYS, tiles, rows.last, keys, D,
+                                    rows.alpha + r, rows.o + r * D, 0, first};
             for (int64_t c = 0; c < chunks; c++) {
                 product.column = c * vectors / chunks * LANES;
                 with_size(int(end - r), int((c + 1) * vectors / chunks - c * vectors / chunks), product);
@@ -195,14 +206,16 @@ template <class T> void attend_rows(const AttentionArgs& a, const Tiles& where, 
             const int64_t visible = min_of(BLOCK_KEYS, rows.position[r] + 1 - block);
             if (visible <= 0) continue;
             if (first && block) merge(rows, r, block == a.kv_split);
-            soften(rows, r, visible, a.scale, first);
+            if (visible == BLOCK_KEYS) soften<T, true>(rows, r, visible, a.scale, first);
+            else soften<T, false>(rows, r, visible, a.scale, first);
         }
         add_values(rows, value_tiles, block, first);
     }
 }
 
 // Rows `begin` to `end` of one sequence, all query heads of one KV head.
-template <class T> void attend_sequence(const AttentionArgs& a, int64_t kv_head, int64_t begin, int64_t end, Rows<T>& rows) {
+template <class T>
+void attend_sequence(const AttentionArgs& a, int64_t kv_head, int64_t begin, int64_t end, Rows<T>& rows) {
     const int64_t D = a.head_dim, group = a.num_heads / a.num_kv_heads, total = (end - begin) * group;
     const int64_t parts = ceil_div(total, MAX_ROWS);
     const Tiles where{a.page_table + a.sequences[begin] * a.table_width, a.page_size, kv_head, a.num_kv_heads, D};

@@ -5,8 +5,8 @@
 
 namespace zg {
 
-// Pages. The unit is a tile of TILE_KEYS = 16 keys of one KV head, so that a page size (a multiple of 16) only says where
-// tiles stand, never what is computed. For head_dim D a tile is D * 16 elements:
+// Pages. The unit is a tile of TILE_KEYS = 16 keys of one KV head, so that a page size (a multiple of 16) only says
+// where tiles stand, never what is computed. For head_dim D a tile is D * 16 elements:
 //   keys:   BF16 [D / 2][16 keys][2 dims]    FP32 [D][16 keys]
 //   values: BF16 [8 key pairs][D][2 keys]    FP32 [16 keys][D]
 // A page holds [num_kv_heads][page_size / 16] tiles. What no key was written to may hold anything, NaN included.
@@ -85,11 +85,11 @@ constexpr int MAX_ROWS = 3, MAX_LANES = 2;
 constexpr int MAX_ROWS = 3, MAX_LANES = 1;
 #endif
 
-// acc[r][c] runs over `steps` steps: a + r * a_stride is row r (WIDTH elements per step), b[c] + s * b_stride the sixteen
-// columns of step s.
+// acc[r][c] runs over `steps` steps: a + r * a_stride is row r (WIDTH elements per step), b[c] + s * b_stride the
+// sixteen columns of step s.
 template <class T, int ROWS, int COLS>
-static inline __attribute__((always_inline)) void accumulate(F16 (&acc)[ROWS][COLS], int64_t steps, const T* a,
-                                                             int64_t a_stride, const T* const (&b)[COLS], int64_t b_stride) {
+static inline __attribute__((always_inline)) void accumulate(
+    F16 (&acc)[ROWS][COLS], int64_t steps, const T* a, int64_t a_stride, const T* const (&b)[COLS], int64_t b_stride) {
     constexpr int W = Step<T>::WIDTH;
     for (int64_t s = 0; s < steps; s++) {
         typename Step<T>::Lanes lanes[COLS];

@@ -1,10 +1,10 @@
 // Attention backward over the rows of packed samples (formulas and order: ops/attention.py).
 //
-// One pass: an item is (key tile, KV head) and walks the group's query heads and, for each, the query tiles from its own
-// to the sample's last. S and dP are recomputed once, with keys as rows and queries as lanes, and feed dV, dK (sums in
-// this thread's memory) and dQ (sums in the shared workspace). dQ's order, key tiles ascending, is kept by a progress
-// count per (query tile, head): a key tile waits for its predecessor there. Items are claimed in ascending order and the
-// lowest unfinished one never waits, so this ends with any number of threads.
+// One pass: an item is (key tile, KV head) and walks the group's query heads and, for each, the query tiles from its
+// own to the sample's last. S and dP are recomputed once, with keys as rows and queries as lanes, and feed dV, dK (sums
+// in this thread's memory) and dQ (sums in the shared workspace). dQ's order, key tiles ascending, is kept by a progress
+// count per (query tile, head): a key tile waits for its predecessor there. Items are claimed in ascending order and
+// the lowest unfinished one never waits, so this ends with any number of threads.
 #include "attention.h"
 #include <sched.h>
 
@@ -40,38 +40,101 @@ struct Span { int64_t begin, rows, index, last; };  // first row, rows, tile ind
 // The tile-th tile of 64 rows, samples in order.
 Span find_tile(const AttentionGradArgs& a, int64_t tile) {
     for (int64_t s = 0;; s++) {
-        const int64_t begin = a.sample_starts[s], length = a.sample_starts[s + 1] - begin, tiles = ceil_div(length, TILE);
+        const int64_t begin = a.sample_starts[s], length = a.sample_starts[s + 1] - begin;
+        const int64_t tiles = ceil_div(length, TILE);
         if (tile < tiles) return {begin + tile * TILE, min_of(TILE, length - tile * TILE), tile, tiles - 1};
         tile -= tiles;
     }
 }
 
-// Source rows [rows][D] at `stride` -> both packings; missing rows are zero.
-template <class T> void pack_tile(const T* source, int64_t stride, int64_t rows, int64_t D, T* lanes, T* by_rows) {
-    constexpr int W = Step<T>::WIDTH;
-    if (rows < TILE) {
-        memset(lanes, 0, TILE * D * sizeof(T));
-        memset(by_rows, 0, TILE * D * sizeof(T));
+template <class T> const uint32_t* words(const T* p) { return reinterpret_cast<const uint32_t*>(p); }
+template <class T> uint32_t* words(T* p) { return reinterpret_cast<uint32_t*>(p); }
+
+// out[c][r] = in[r][c] for words of 32 bits, sixteen by sixteen.
+void transpose16(const uint32_t* in, int64_t in_stride, uint32_t* out, int64_t out_stride) {
+#if defined(__AVX512F__)
+    __m512i r[16], t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(in + i * in_stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
     }
-    for (int64_t r = 0; r < rows; r++) {
-        const T* row = source + r * stride;
-        for (int64_t d = 0; d < D; d += W) memcpy(lanes + d * TILE + r * W, row + d, sizeof(T) * W);
-        T* into = by_rows + r / W * D * W + r % W;
-        for (int64_t d = 0; d < D; d++) into[d * W] = row[d];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {  // r[i + c]: in each 128-bit lane L column 4 L + c of rows i .. i + 3
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        const __m512i even_low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+        const __m512i even_high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+        const __m512i odd_high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+        _mm512_storeu_si512(out + c * out_stride, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
+        _mm512_storeu_si512(out + (4 + c) * out_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+        _mm512_storeu_si512(out + (8 + c) * out_stride, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
+        _mm512_storeu_si512(out + (12 + c) * out_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
+    }
+#else
+    for (int64_t c = 0; c < 16; c++)
+        for (int64_t r = 0; r < 16; r++) out[c * out_stride + r] = in[r * in_stride + c];
+#endif
+}
+
+// The same for any matrix; rows are a multiple of sixteen.
+void transpose(const uint32_t* in, int64_t rows, int64_t cols, uint32_t* out) {
+    for (int64_t r = 0; r < rows; r += 16) {
+        int64_t c = 0;
+        for (; c + 16 <= cols; c += 16) transpose16(in + r * cols + c, cols, out + c * rows + r, rows);
+        for (; c < cols; c++)
+            for (int64_t i = r; i < r + 16; i++) out[c * rows + i] = in[i * cols + c];
     }
 }
 
-template <class T> void prepare(const AttentionGradArgs& a, int64_t tile, int64_t head) {
+// Rows a and b side by side: out[i] = (a[i], b[i]).
+void interleave(const bf16* __restrict a, const bf16* __restrict b, uint32_t* __restrict out, int64_t count) {
+    for (int64_t i = 0; i < count; i++) out[i] = uint32_t(a[i]) | uint32_t(b[i]) << 16;
+}
+
+// [count][width] -> steps along rows, [count / W][width][W].
+void pair_rows(const bf16* in, int64_t count, int64_t width, bf16* out) {
+    for (int64_t r = 0; r < count; r += 2)
+        interleave(in + r * width, in + (r + 1) * width, words(out + r * width), width);
+}
+void pair_rows(const float* in, int64_t count, int64_t width, float* out) {
+    memcpy(out, in, count * width * sizeof(float));
+}
+
+// 64 rows of a sample at `stride`; missing ones are zero.
+template <class T> void gather_rows(const T* source, int64_t stride, int64_t rows, int64_t D, T* out) {
+    for (int64_t r = 0; r < rows; r++) memcpy(out + r * D, source + r * stride, D * sizeof(T));
+    memset(out + rows * D, 0, (TILE - rows) * D * sizeof(T));
+}
+
+// Both packings of 64 rows [64][D].
+template <class T> void pack_tile(const T* rows, int64_t D, T* lanes, T* by_rows) {
+    transpose(words(rows), TILE, D / Step<T>::WIDTH, words(lanes));
+    pair_rows(rows, TILE, D, by_rows);
+}
+
+template <class T> void prepare(const AttentionGradArgs& a, int64_t tile, int64_t head, T* rows) {
     const int64_t D = a.head_dim, stride = a.num_heads * D;
     const Span span = find_tile(a, tile);
     const int64_t first = span.begin * stride + head * D;
     HeadTile<T> work(a, tile, head);
-    pack_tile(static_cast<const T*>(a.q) + first, stride, span.rows, D, work.q_lanes, work.q_rows);
-    pack_tile(static_cast<const T*>(a.d_out) + first, stride, span.rows, D, work.d_out_lanes, work.d_out_rows);
+    gather_rows(static_cast<const T*>(a.q) + first, stride, span.rows, D, rows);
+    pack_tile(rows, D, work.q_lanes, work.q_rows);
+    gather_rows(static_cast<const T*>(a.d_out) + first, stride, span.rows, D, rows);
+    pack_tile(rows, D, work.d_out_lanes, work.d_out_rows);
     for (int64_t r = 0; r < TILE; r++) {
         work.lse[r] = work.delta[r] = 0;
         if (r >= span.rows) continue;
-        const T *out = static_cast<const T*>(a.out) + first + r * stride, *grad = static_cast<const T*>(a.d_out) + first + r * stride;
+        const T* out = static_cast<const T*>(a.out) + first + r * stride;
+        const T* grad = static_cast<const T*>(a.d_out) + first + r * stride;
         F16 sum = zero();
         for (int64_t d = 0; d < D; d += LANES) sum = fma(load(out + d), load(grad + d), sum);
         work.delta[r] = lane_sum(sum);
@@ -105,9 +168,11 @@ template <class T> struct Product {
 };
 
 template <class T>
-void multiply(int64_t rows, const T* a, int64_t a_stride, int64_t steps, const T* b, int64_t width, float* c, bool from_zero) {
+void multiply(int64_t rows, const T* a, int64_t a_stride, int64_t steps, const T* b, int64_t width, float* c,
+              bool from_zero) {
     constexpr int W = Step<T>::WIDTH;
-    const int64_t vectors = width / LANES, col_parts = ceil_div(vectors, MAX_LANES), row_parts = ceil_div(rows, MAX_ROWS);
+    const int64_t vectors = width / LANES, col_parts = ceil_div(vectors, MAX_LANES);
+    const int64_t row_parts = ceil_div(rows, MAX_ROWS);
     for (int64_t j = 0; j < col_parts; j++) {
         const int64_t column = j * vectors / col_parts, columns = (j + 1) * vectors / col_parts - column;
         for (int64_t i = 0; i < row_parts; i++) {
@@ -121,23 +186,28 @@ void multiply(int64_t rows, const T* a, int64_t a_stride, int64_t steps, const T
 
 // This thread's memory for one item.
 template <class T> struct Item {
-    T *k, *v, *k_columns;     // [64][D], [64][D], [D][64]
+    T *k, *v, *k_steps;       // [64][D], [64][D], [64 / W][D][W]
+    T* k_columns;             // [D][64]
+    float* rows;              // [64][D]
     float *s, *dp;            // [64 keys][64 queries]
     T *p, *ds, *ds_steps;     // the same; ds_steps [64 keys / W][64 queries][W]
     float *dk, *dv;           // [64][D] of each intersection of the KV group with a leaf
     static int64_t bytes(int64_t D, int64_t parts) {
-        return 3 * TILE * D * int64_t(sizeof(T)) + TILE * TILE * (8 + 3 * int64_t(sizeof(T))) + parts * 2 * TILE * D * 4 + 10 * 64;
+        const int64_t size = sizeof(T);
+        return TILE * (D * (4 * size + 4 + parts * 8) + TILE * (3 * size + 8)) + 12 * 64;
     }
     void carve(char* memory, int64_t D, int64_t parts) {
         Carver carver{memory};
         k = carver.take<T>(TILE * D);
         v = carver.take<T>(TILE * D);
+        k_steps = carver.take<T>(TILE * D);
         k_columns = carver.take<T>(TILE * D);
+        rows = carver.take<float>(TILE * D);
         s = carver.take<float>(TILE * TILE);
         dp = carver.take<float>(TILE * TILE);
         p = carver.take<T>(TILE * TILE);
         ds = carver.take<T>(TILE * TILE);
-        ds_steps = sizeof(T) == 2 ? carver.take<T>(TILE * TILE) : ds;
+        ds_steps = carver.take<T>(TILE * TILE);
         dk = carver.take<float>(parts * TILE * D);
         dv = carver.take<float>(parts * TILE * D);
     }
@@ -145,19 +215,15 @@ template <class T> struct Item {
 
 template <class T> void load_keys(const AttentionGradArgs& a, const Span& keys, int64_t kv_head, Item<T>& item) {
     const int64_t D = a.head_dim, stride = a.num_kv_heads * D, first = keys.begin * stride + kv_head * D;
-    memset(item.k_columns, 0, TILE * D * sizeof(T));
-    memset(item.k + keys.rows * D, 0, (TILE - keys.rows) * D * sizeof(T));
-    memset(item.v + keys.rows * D, 0, (TILE - keys.rows) * D * sizeof(T));
-    for (int64_t r = 0; r < keys.rows; r++) {
-        memcpy(item.k + r * D, static_cast<const T*>(a.k) + first + r * stride, D * sizeof(T));
-        memcpy(item.v + r * D, static_cast<const T*>(a.v) + first + r * stride, D * sizeof(T));
-        for (int64_t d = 0; d < D; d++) item.k_columns[d * TILE + r] = item.k[r * D + d];
-    }
+    gather_rows(static_cast<const T*>(a.k) + first, stride, keys.rows, D, item.k);
+    gather_rows(static_cast<const T*>(a.v) + first, stride, keys.rows, D, item.v);
+    pair_rows(item.k, TILE, D, item.k_steps);  // [64 / W][D][W], a word per step and column
+    transpose(words(item.k_steps), TILE / Step<T>::WIDTH, D, words(item.k_columns));
 }
 
 // p = rn(exp(s * scale - lse)), ds = rn((p32 * (dp - delta)) * scale), +0 where query < key or either is missing.
-template <class T> void soften_tile(const HeadTile<T>& work, Item<T>& item, int64_t keys, int64_t queries, bool diagonal, float scale) {
-    constexpr int W = Step<T>::WIDTH;
+template <class T>
+void soften_tile(const HeadTile<T>& work, Item<T>& item, int64_t keys, int64_t queries, bool diagonal, float scale) {
     const F16 factor = set1(scale);
     for (int64_t r = 0; r < TILE; r++)
         for (int64_t c = 0; c < TILE; c += LANES) {
@@ -172,12 +238,7 @@ template <class T> void soften_tile(const HeadTile<T>& work, Item<T>& item, int6
             store(item.p + at, p);
             store(item.ds + at, ds);
         }
-    if (W == 1) return;  // ds_steps is ds
-    for (int64_t r = 0; r < TILE; r += 2)
-        for (int64_t c = 0; c < TILE; c++) {
-            item.ds_steps[(r * TILE) + 2 * c] = item.ds[r * TILE + c];
-            item.ds_steps[(r * TILE) + 2 * c + 1] = item.ds[(r + 1) * TILE + c];
-        }
+    pair_rows(item.ds, TILE, TILE, item.ds_steps);
 }
 
 void wait_for(const int32_t* progress, int32_t value) {
@@ -187,8 +248,8 @@ void wait_for(const int32_t* progress, int32_t value) {
 
 // One (key tile, query tile, head): adds to dk, dv (of the open intersection) and to the query tile's dq.
 template <class T>
-void add_tile(const AttentionGradArgs& a, Item<T>& item, const Span& keys, int64_t tile, const Span& queries, int64_t head,
-              float* dk, float* dv, bool first) {
+void add_tile(const AttentionGradArgs& a, Item<T>& item, const Span& keys, int64_t tile, const Span& queries,
+              int64_t head, float* dk, float* dv, bool first) {
     constexpr int W = Step<T>::WIDTH;
     const int64_t D = a.head_dim;
     HeadTile<T> work(a, tile, head);
@@ -201,8 +262,9 @@ void add_tile(const AttentionGradArgs& a, Item<T>& item, const Span& keys, int64
     multiply<T>(D, item.k_columns, TILE, ceil_div(keys.rows, W), item.ds_steps, TILE, work.dq, false);
     if (keys.index == queries.index) {
         T* dq = static_cast<T*>(a.dq) + (queries.begin * a.num_heads + head) * D;
+        transpose(words(work.dq), D, TILE, words(item.rows));
         for (int64_t r = 0; r < queries.rows; r++)
-            for (int64_t d = 0; d < D; d++) store_one(dq + r * a.num_heads * D + d, work.dq[d * TILE + r]);
+            for (int64_t d = 0; d < D; d += LANES) store(dq + r * a.num_heads * D + d, load(item.rows + r * D + d));
     }
     __atomic_store_n(work.progress, int32_t(keys.index + 1), __ATOMIC_RELEASE);
 }
@@ -212,30 +274,33 @@ float* tree_sum(float* parts, int64_t size, int64_t first, int64_t end, int64_t 
     if (high <= first || low >= end) return nullptr;
     if (high - low == 1) return parts + (low - first) * size;
     const int64_t middle = (low + high) / 2;
-    float *left = tree_sum(parts, size, first, end, low, middle), *right = tree_sum(parts, size, first, end, middle, high);
+    float* left = tree_sum(parts, size, first, end, low, middle);
+    float* right = tree_sum(parts, size, first, end, middle, high);
     if (!left || !right) return left ? left : right;
     for (int64_t i = 0; i < size; i += LANES) store(left + i, load(left + i) + load(right + i));
     return left;
 }
 
 template <class T> void key_item(const AttentionGradArgs& a, Item<T>& item, int64_t tile, int64_t kv_head) {
-    const int64_t D = a.head_dim, group = a.num_heads / a.num_kv_heads, per_leaf = a.num_heads / a.leaves, size = TILE * D;
+    const int64_t D = a.head_dim, size = TILE * D;
+    const int64_t group = a.num_heads / a.num_kv_heads, per_leaf = a.num_heads / a.leaves;
     const Span keys = find_tile(a, tile);
     load_keys(a, keys, kv_head, item);
     const int64_t first_head = kv_head * group, first_leaf = first_head / per_leaf;
     for (int64_t head = first_head; head < first_head + group; head++) {
-        const int64_t part = head / per_leaf - first_leaf;
+        const int64_t part = (head / per_leaf - first_leaf) * size;
         bool first = head == first_head || head % per_leaf == 0;  // a new chain
         for (int64_t index = keys.index; index <= keys.last; index++) {
             const Span queries = find_tile(a, tile + index - keys.index);
-            add_tile(a, item, keys, tile + index - keys.index, queries, head, item.dk + part * size, item.dv + part * size, first);
+            add_tile(a, item, keys, tile + index - keys.index, queries, head, item.dk + part, item.dv + part, first);
             first = false;
         }
     }
     const int64_t end_leaf = (first_head + group - 1) / per_leaf + 1, row = a.num_kv_heads * D;
     const float* dk = tree_sum(item.dk, size, first_leaf, end_leaf, 0, a.leaves);
     const float* dv = tree_sum(item.dv, size, first_leaf, end_leaf, 0, a.leaves);
-    T *dk_rows = static_cast<T*>(a.dk) + keys.begin * row + kv_head * D, *dv_rows = static_cast<T*>(a.dv) + keys.begin * row + kv_head * D;
+    T* dk_rows = static_cast<T*>(a.dk) + keys.begin * row + kv_head * D;
+    T* dv_rows = static_cast<T*>(a.dv) + keys.begin * row + kv_head * D;
     for (int64_t r = 0; r < keys.rows; r++)
         for (int64_t d = 0; d < D; d += LANES) {
             store(dk_rows + r * row + d, load(dk + r * D + d));
@@ -244,13 +309,15 @@ template <class T> void key_item(const AttentionGradArgs& a, Item<T>& item, int6
 }
 
 template <class T> void differentiate(const AttentionGradArgs& a, Team& team) {
-    for (int64_t i; (i = team.next(0)) < a.num_tiles * a.num_heads;) prepare<T>(a, i / a.num_heads, i % a.num_heads);
-    team.barrier();
     const int64_t group = a.num_heads / a.num_kv_heads, per_leaf = a.num_heads / a.leaves;
     const int64_t parts = min_of(a.leaves, (group - 1) / per_leaf + 2);
     Item<T> item;
     item.carve(static_cast<char*>(team.scratch_bytes(Item<T>::bytes(a.head_dim, parts))), a.head_dim, parts);
-    for (int64_t i; (i = team.next(1)) < a.num_tiles * a.num_kv_heads;) key_item(a, item, i / a.num_kv_heads, i % a.num_kv_heads);
+    for (int64_t i; (i = team.next(0)) < a.num_tiles * a.num_heads;)
+        prepare<T>(a, i / a.num_heads, i % a.num_heads, item.k);
+    team.barrier();
+    for (int64_t i; (i = team.next(1)) < a.num_tiles * a.num_kv_heads;)
+        key_item(a, item, i / a.num_kv_heads, i % a.num_kv_heads);
 }
 
 }  // namespace

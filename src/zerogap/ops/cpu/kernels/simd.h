@@ -182,7 +182,28 @@ static inline void store_one(bf16* p, float x) { *p = float_to_bf16(x); }
 static inline float load_one(const float* p) { return *p; }
 static inline float load_one(const bf16* p) { return bf16_to_float(*p); }
 
-// Sum of the sixteen lanes by the halving tree: (i, i + 8), (i, i + 4), (i, i + 2), (i, i + 1).
+// Sum and maximum of the sixteen lanes by the halving tree: (i, i + 8), (i, i + 4), (i, i + 2), (i, i + 1).
+#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__AVX512F__)
+static inline __m256 low_half(F16 a) { return _mm512_castps512_ps256(a.v); }
+static inline __m256 high_half(F16 a) { return _mm512_extractf32x8_ps(a.v, 1); }
+#else
+static inline __m256 low_half(F16 x) { return x.a; }
+static inline __m256 high_half(F16 x) { return x.b; }
+#endif
+static inline float lane_sum(F16 a) {
+    const __m256 eight = _mm256_add_ps(low_half(a), high_half(a));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static inline float lane_max(F16 a) {
+    const __m256 eight = _mm256_max_ps(low_half(a), high_half(a));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 static inline float lane_sum(F16 a) {
     float t[16]; store(t, a);
     for (int half = 8; half; half /= 2) for (int i = 0; i < half; i++) t[i] = t[i] + t[i + half];
@@ -193,6 +214,7 @@ static inline float lane_max(F16 a) {
     for (int half = 8; half; half /= 2) for (int i = 0; i < half; i++) t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
     return t[0];
 }
+#endif
 
 // ------------------------------------------------------------------------------------------------ exp and log
 // exp for x <= 88; below -87.33654 the result is +0. exp(0) = 1 exactly. Cody-Waite reduction and a degree-7 polynomial

@@ -2,9 +2,9 @@
 //
 // One pass: an item is (key tile, KV head) and walks the group's query heads and, for each, the query tiles from its
 // own to the sample's last. S and dP are recomputed once, with keys as rows and queries as lanes, and feed dV, dK (sums
-// in this thread's memory) and dQ (sums in the shared workspace). dQ's order, key tiles ascending, is kept by a progress
-// count per (query tile, head): a key tile waits for its predecessor there. Items are claimed in ascending order and
-// the lowest unfinished one never waits, so this ends with any number of threads.
+// in this thread's memory) and dQ (sums in the shared workspace). dQ's order, key tiles ascending, is kept by a count
+// of finished key tiles per (query tile, head): a key tile waits for its predecessor there. Items are claimed in
+// ascending order and the lowest unfinished one never waits, so this ends with any number of threads.
 #include "attention.h"
 #include <sched.h>
 
@@ -91,7 +91,7 @@ void transpose(const uint32_t* in, int64_t rows, int64_t cols, uint32_t* out) {
         int64_t c = 0;
         for (; c + 16 <= cols; c += 16) transpose16(in + r * cols + c, cols, out + c * rows + r, rows);
         for (; c < cols; c++)
-            for (int64_t i = r; i < r + 16; i++) out[c * rows + i] = in[i * cols + c];
+            for (int64_t i = 0; i < 16; i++) out[c * rows + r + i] = in[(r + i) * cols + c];
     }
 }
 

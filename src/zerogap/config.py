@@ -297,6 +297,14 @@ class RunConfig(Section):
             raise ConfigError(
                 "optimizer.warmup_steps", self.optimizer.warmup_steps, f"choose at most the run's {updates} updates"
             )
+        rollout = self.rollout
+        if self.algorithm.beta and (rollout.top_k or rollout.top_p < 1.0 or rollout.min_p):
+            raise ConfigError(
+                "algorithm.beta",
+                self.algorithm.beta,
+                "choose 0, or switch rollout.top_k, top_p and min_p off: an id that the reference model's filters "
+                "exclude has no KL",
+            )
         if "task" in self.reward.functions and not self.data.train.startswith("reasoning_gym:"):
             raise ConfigError("reward.functions", "task", "only reasoning_gym:NAME data has a scorer of its own")
         return self

@@ -14,10 +14,14 @@ from zerogap.weights.model_files import ModelFiles
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_TIMEOUT_SECONDS = 10.0
+QUICK_START = "smollm2-135m-instruct"
+"""Stands for the model that `quick_start` fetches once into the cache."""
 
 
 def open_model(source: str | os.PathLike[str]) -> ModelFiles:
-    """Open a Hugging Face folder, a .gguf file or a hub id (`owner/name`). A local path wins over a hub id.
+    """Open a Hugging Face folder, a .gguf file, a hub id (`owner/name`) or the quick-start model by its name.
+
+    A local path wins over a hub id.
 
     Raises:
         ConfigError: nothing there, or the model asks for something unsupported.
@@ -30,6 +34,10 @@ def open_model(source: str | os.PathLike[str]) -> ModelFiles:
         if path.suffix != ".gguf":
             raise ConfigError("model", str(source), "give a folder, a .gguf file or a hub id")
         return GgufFiles(path)
+    if str(source) == QUICK_START:
+        from zerogap.weights.quick_start import fetch_quick_start_model  # it needs `download` from here
+
+        return open_model(fetch_quick_start_model())
     if path.suffix != ".gguf" and _HUB_ID.fullmatch(str(source)):
         return FolderFiles(download(str(source)))
     raise ConfigError("model", str(source), "no such folder or file, and not a hub id (owner/name)")

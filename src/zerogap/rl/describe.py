@@ -1,0 +1,42 @@
+"""A run in words: the facts that people should see before it starts, and in its report."""
+
+import math
+from collections.abc import Sequence
+
+from zerogap import env
+from zerogap.config import RunConfig
+from zerogap.train.trainer import Trainer
+from zerogap.weights import ModelFiles, sampling_defaults_notice
+
+
+def run_facts(
+    config: RunConfig, trainer: Trainer, files: ModelFiles, data_summary: Sequence[str]
+) -> list[tuple[str, str]]:
+    """(label, text) pairs: model, contract with all its fields, identity, what is trained, data, sampling."""
+    decoder, rollout = trainer.decoder, config.rollout
+    spec, numerics = decoder.spec, decoder.numerics
+    size = sum(math.prod(handle.spec.shape) for handle in decoder.weights.values())
+    trained = sum(math.prod(handle.spec.shape) for handle in trainer.handles)
+    contract = ", ".join(f"{key} {value}" for key, value in numerics.fields().items() if key != "name")
+    filters = [f"{name} {getattr(rollout, name)}" for name in ("top_k", "top_p", "min_p")]
+    facts = [
+        ("model", f"{config.model} ({spec.family}, {size:,} parameters)"),
+        (
+            "sizes",
+            f"{spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads / {spec.num_kv_heads} KV "
+            f"heads of {spec.head_dim}, vocabulary {spec.vocab_size:,}",
+        ),
+        ("numerics", f"{numerics.name}, contract {numerics.fingerprint()}"),
+        ("contract", contract),
+        ("identity", f"{decoder.identity}, the same for rollout and trainer; {env.num_threads()} threads"),
+        ("trainable", f"{len(trainer.trainable)} of {len(decoder.weights)} tensors, {trained:,} parameters"),
+        ("data", "; ".join(data_summary)),
+        (
+            "sampling",
+            f"{rollout.prompts_per_step} prompts x {rollout.num_generations} completions of at most "
+            f"{rollout.max_completion_length} tokens a step, temperature {rollout.temperature}, {', '.join(filters)}",
+        ),
+        ("output", config.output_dir),
+    ]
+    notice = sampling_defaults_notice(files)
+    return [*facts, ("notice", notice)] if notice else facts

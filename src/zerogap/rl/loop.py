@@ -1,0 +1,367 @@
+"""The loop: prompts, completions, rewards, advantages, updates, new weights, and again.
+
+One process, one copy of the weights: the engine samples from the decoder that the trainer updates in place. A `Run` is
+built from a recipe; `train()` does the steps, each phase one small method:
+
+    prompts -> engine.generate -> rewards -> advantages -> batch
+            -> trainer.forward_backward (compares bits before the backward) -> optim_step -> engine.update_weights
+
+A step is a pure function of the weights before it, the recipe and its number: rows come from (seed, epoch, index),
+draws from (seed, step, prompt slot, sample, position), the learning rate from the number of updates. So a run that was
+killed and resumed has the bits of one that was not. A rollout is on disk before the trainer sees it.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerogap.config import RunConfig
+from zerogap.errors import ZerogapError
+from zerogap.rl import setup
+from zerogap.rl.advantage import Advantages, build_batch, group_advantages
+from zerogap.rl.data import PromptOrder
+from zerogap.rl.describe import run_facts
+from zerogap.rl.evaluate import summarise
+from zerogap.rl.loss import PolicyLoss
+from zerogap.rl.metrics import completion_metrics, flatten, reward_metrics
+from zerogap.rl.observer import Observer
+from zerogap.rl.report import read_lines, write_report
+from zerogap.rl.resume import require_same_run, starting_point
+from zerogap.rl.reward import RewardScores
+from zerogap.rl.rollout_log import LoggedRollout, write_rollout
+from zerogap.rl.run_folder import RunFolder, weight_facts
+from zerogap.rl.setup import Prompt
+from zerogap.rl.tensorboard import EventWriter
+from zerogap.rollout.engine import Progress
+from zerogap.text import Tokenizer
+from zerogap.train.checkpoint import load_checkpoint, save_checkpoint
+from zerogap.train.trainer import BackwardResult
+from zerogap.types import Sample, SamplingKey, TrainBatch, pool
+from zerogap.weights import save_folder
+
+REPORT_SECONDS = 20.0  # the report is rewritten at most this often, and at the end
+
+
+class _StopAsked(Exception):
+    """Ends a rollout early: its completions are not trained on, so nothing is lost but them."""
+
+
+class Run:
+    """A training run. Building it reads data, rewards and weights, and puts a checkpoint in place where there is one.
+
+    Attributes:
+        config, folder: the recipe and where the run lies.
+        files, tokenizer, decoder, trainer, engine: the model and its two sides.
+        data, rewards: rows and reward functions.
+        step: steps done.
+        mismatched_tokens, compared_tokens: sums over the steps that this object did.
+        stop_asked: set by `ask_to_stop`.
+    """
+
+    def __init__(self, config: RunConfig, resume: str = "auto", observer: Observer | None = None) -> None:
+        """
+        Args:
+            resume: `auto` (the newest checkpoint in `output_dir`, if there is one), `never` (begin anew; an earlier
+                run's files in `output_dir` go), or the path of a checkpoint.
+
+        Raises:
+            ConfigError: anything in the recipe that cannot be honoured, or a finished run where `auto` was asked.
+            CheckpointError: model or checkpoint files are missing or damaged.
+        """
+        self.config, self.observer = config, observer or Observer()
+        self.folder = RunFolder(config.output_dir)
+        start = starting_point(self.folder, config, resume)
+        self.data, self.rewards = setup.load_data(config)
+        self.files, self._fixed_source = setup.open_source(config)
+        self.tokenizer = Tokenizer.from_files(self.files.tokenizer_files(), self.files.chat_template)
+        limit = config.data.max_prompt_length
+        self.prompts, left_out = setup.tokenize(self.data.train, self.tokenizer, limit)
+        held_out, _ = setup.tokenize(self.data.held_out, self.tokenizer, limit)
+        more = [f"{left_out} prompts are longer than {limit} tokens and left out"] if left_out else []
+        self._data_summary = [*self.data.summary, *more]
+        self.held_out = held_out[: config.eval.num_prompts]
+        self.order = PromptOrder(len(self.prompts), config.seed, config.data.shuffle)
+        self.decoder = setup.load_decoder(config, self.files)
+        self.trainer = setup.build_trainer(config, self.decoder)
+        self.reference = self._load_reference() if config.algorithm.beta else None
+        self.step = self.num_tokens = 0
+        self._continues_here = start is not None and start.resolve().parent == self.folder.checkpoints.resolve()
+        if start is not None:
+            self._resume(start)
+        self.engine = setup.build_engine(config, self.decoder, self.tokenizer)
+        self.loss = PolicyLoss.from_config(config.algorithm, config.rollout.max_completion_length)
+        self.stop_asked = False
+        self.mismatched_tokens = self.compared_tokens = 0
+        self._seconds: dict[str, float] = {}
+        self._report_at = 0.0
+        self._events: EventWriter | None = None
+
+    def _load_reference(self) -> setup.Trainer:
+        """The model as it was before the first step, for the KL; never trained."""
+        decoder = setup.load_decoder(self.config, self.files)
+        return setup.scoring_trainer(decoder, self.config.optimizer.micro_batch_tokens)
+
+    def _resume(self, checkpoint: Path) -> None:
+        facts = load_checkpoint(checkpoint, self.trainer)
+        require_same_run(self.config, facts["extra"]["config"], checkpoint)
+        self.step, self.num_tokens = facts["step"], facts["extra"]["num_tokens"]
+
+    # ---- the run
+
+    def ask_to_stop(self) -> None:
+        """End after the phase at hand; `train` then saves a checkpoint and returns. Safe in a signal handler."""
+        self.stop_asked = True
+
+    def train(self) -> bool:
+        """Do the steps that are left.
+
+        Returns:
+            True if the run is finished, False if it was asked to stop; a checkpoint is there then.
+
+        Raises:
+            ParityError: by policy, where log-probs differ; the step's update was not made.
+            NonFiniteError, ConfigError: a step that cannot be honoured (a reward's result, a NaN); named in
+                errors.jsonl, too.
+        """
+        config = self.config
+        self.folder.begin(config, self.step if self._continues_here else 0)
+        if config.logging.tensorboard:
+            self._events = EventWriter(self.folder.tensorboard, self.step)
+        facts = run_facts(config, self.trainer, self.files, self._data_summary)
+        self.observer.started(facts, self.step + 1, config.optimizer.max_steps)
+        begun, finished = self.step, False
+        try:
+            self._evaluate_if_due()
+            while self.step < config.optimizer.max_steps and not self.stop_asked:
+                self._do_step(self.step + 1)
+                self._after_step()
+            finished = self.step >= config.optimizer.max_steps
+        except _StopAsked:
+            self.observer.note(f"stopped after step {self.step}")
+        except ZerogapError as error:
+            self.folder.append("errors", {"step": self.step + 1, "error": f"{type(error).__name__}: {error}"})
+            raise
+        finally:
+            self._write_report()
+            self.observer.ended()
+            if self._events is not None:
+                self._events.close()
+        if finished:
+            self._save_model()
+        elif self.step > begun:
+            self._save_checkpoint()
+        return finished
+
+    def _do_step(self, step: int) -> None:
+        """One step of RL."""
+        began = time.perf_counter()
+        self._seconds = {}
+        if self._is_audited(step):
+            self._save_weights()
+        prompts = self._prompts_of(step)
+        samples = self._roll_out(step, prompts)
+        scores = self._score(step, prompts, samples)
+        advantages = self._advantages(scores)
+        self._log_rollout(step, samples, scores, advantages)
+        batch = self._batch(samples, advantages)
+        metrics = self._update(step, batch)
+        with self._phase(step, "update_weights"):
+            self.engine.update_weights(self.trainer)
+        self.step = step
+        self.num_tokens += sum(s.num_tokens for s in samples)
+        metrics |= flatten(dict(advantages.metrics) | completion_metrics(samples))
+        metrics |= reward_metrics(self.rewards.names, scores.columns) | scores.metrics
+        self._log_step(step, samples, metrics, time.perf_counter() - began)
+        self._log_completions(step, prompts, samples, scores)
+
+    def _after_step(self) -> None:
+        """What is due between steps: evaluation, checkpoint, report."""
+        self._evaluate_if_due()
+        every, last = self.config.checkpoint.every, self.step == self.config.optimizer.max_steps
+        if every and (last or self.step % every == 0):
+            self._save_checkpoint()
+        if time.monotonic() - self._report_at > REPORT_SECONDS:
+            self._write_report()
+
+    # ---- phases of a step
+
+    @contextlib.contextmanager
+    def _phase(self, step: int, name: str) -> Iterator[None]:
+        self.observer.phase(step, name)
+        began = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def _prompts_of(self, step: int) -> list[Prompt]:
+        """One entry per sample: prompt by prompt, each `num_generations` times."""
+        count = self.config.rollout.prompts_per_step
+        chosen = [self.prompts[row] for row in self.order.take((step - 1) * count, count)]
+        return [prompt for prompt in chosen for _ in range(self.config.rollout.num_generations)]
+
+    def _roll_out(self, step: int, prompts: Sequence[Prompt]) -> list[Sample]:
+        size = self.config.rollout.num_generations
+        keys = [SamplingKey(self.config.seed, step, slot) for slot in range(len(prompts) // size)]
+        with self._phase(step, "rollout"):
+            return self.engine.generate(
+                [prompt.ids for prompt in prompts[::size]],
+                setup.sampling_params(self.config),
+                keys,
+                num_samples=size,
+                progress=lambda progress: self._watch(step, progress),
+            )
+
+    def _watch(self, step: int, progress: Progress) -> None:
+        self.observer.rollout_progress(step, progress)
+        if self.stop_asked:
+            raise _StopAsked
+
+    def _score(self, step: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardScores:
+        with self._phase(step, "reward"):
+            ids = [s.completion_ids.tolist() for s in samples]
+            return self.rewards.score([p.row for p in prompts], [s.text for s in samples], ids, step)
+
+    def _advantages(self, scores: RewardScores) -> Advantages:
+        size = self.config.rollout.num_generations
+        groups = [i // size for i in range(len(scores.totals))]
+        return group_advantages(scores.totals, groups, self.config.algorithm.scale_rewards)
+
+    def _batch(self, samples: Sequence[Sample], advantages: Advantages) -> TrainBatch:
+        reference = None
+        if self.reference is not None:
+            with self._phase(self.step + 1, "reference"):
+                reference = self.reference.logprobs(samples)
+        return build_batch(samples, advantages, self.config.algorithm.mask_truncated_completions, reference)
+
+    def _update(self, step: int, batch: TrainBatch) -> dict[str, float]:
+        """The updates on one batch. On the first one every token's bits are compared; later ones train at newer
+        weights than the rollout's, where nothing can be compared."""
+        results: list[BackwardResult] = []
+        norms: list[float] = []
+        rate = 0.0
+        with self._phase(step, "train"):
+            for _ in range(self.config.algorithm.num_iterations):
+                results.append(self.trainer.forward_backward(batch, self.loss))
+                done = self.trainer.optim_step()
+                norms.append(done.grad_norm)
+                rate = done.learning_rate
+        compared, mismatched = (sum(getattr(r, f"{n}_tokens") for r in results) for n in ("compared", "mismatched"))
+        self.compared_tokens += compared
+        self.mismatched_tokens += mismatched
+        if mismatched:
+            self.observer.note(f"step {step}: {mismatched} of {compared} log-probs differ from the rollout's")
+        return flatten(pool(r.metrics for r in results)) | {
+            "loss": sum(r.loss for r in results) / len(results),
+            "grad_norm": sum(norms) / len(norms),
+            "learning_rate": rate,
+            "bit_wise/compared_tokens": compared,
+            "bit_wise/mismatched_tokens": mismatched,
+        }
+
+    # ---- evaluation
+
+    def _evaluate_if_due(self) -> None:
+        """Before the first step, every `eval.every` steps, and after the last; once, also where a run resumes."""
+        every, lines = self.config.eval.every, self.folder.path / "eval.jsonl"
+        due = self.step in (0, self.config.optimizer.max_steps) or bool(every and self.step % every == 0)
+        done = lines.is_file() and any(record["step"] == self.step for record in read_lines(lines))
+        if self.held_out and due and not done:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Held-out accuracy at the current weights."""
+        config, step = self.config, self.step
+        began = time.perf_counter()
+        self.observer.phase(step, "evaluate")
+        first = config.rollout.prompts_per_step  # slots of their own: no draw of a training step is repeated
+        samples = self.engine.generate(
+            [prompt.ids for prompt in self.held_out],
+            setup.evaluation_params(config),
+            [SamplingKey(config.seed, step, first + i) for i in range(len(self.held_out))],
+            num_samples=config.eval.num_samples,
+            progress=lambda progress: self._watch(step, progress),
+        )
+        count = config.eval.num_samples
+        rows = [prompt.row for prompt in self.held_out for _ in range(count)]
+        ids = [s.completion_ids.tolist() for s in samples]
+        scores = self.rewards.score(rows, [s.text for s in samples], ids, step).totals
+        by_prompt = [scores[i : i + count] for i in range(0, len(scores), count)]
+        record: dict[str, Any] = {"step": step, **summarise(by_prompt, config.eval.pass_k)}
+        lengths = completion_metrics(samples)
+        record |= {f"eval/{name}": value for name, value in flatten(lengths).items()}
+        record["eval/time"] = time.perf_counter() - began
+        self.folder.append("eval", record)
+        if self._events is not None:
+            self._events.add(step, record)
+        self.observer.evaluated(record)
+
+    # ---- what is written
+
+    def _is_audited(self, step: int) -> bool:
+        every = self.config.logging.audit_every
+        return step in (1, self.config.optimizer.max_steps) or bool(every and step % every == 0)
+
+    def _save_weights(self) -> None:
+        with self._phase(self.step + 1, "save"):
+            source = self._fixed_source if self.decoder.version == 0 else None
+            self.folder.save_version(self.decoder, self.files, source)
+
+    def _log_rollout(self, step: int, samples: Sequence[Sample], scores: RewardScores, advantages: Advantages) -> None:
+        with self._phase(step, "save"):
+            values = tuple(advantages.values.tolist())
+            write_rollout(self.folder.rollouts, LoggedRollout(step, tuple(samples), tuple(scores.totals), values))
+
+    def _log_step(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float], seconds: float) -> None:
+        drawn = sum(len(s.completion_ids) for s in samples)
+        record = {
+            "step": step,
+            "epoch": step * self.config.rollout.prompts_per_step / len(self.prompts),
+            **metrics,
+            "num_tokens": self.num_tokens,
+            "tokens_per_second": drawn / self._seconds["rollout"],
+            "step_time": seconds,
+            **{f"time/{name}": value for name, value in self._seconds.items()},
+            "version": self.decoder.version,
+        }
+        self.folder.append("metrics", record)
+        if self._events is not None:
+            self._events.add(step, record)
+        self.observer.step_done(record)
+
+    def _log_completions(
+        self, step: int, prompts: Sequence[Prompt], samples: Sequence[Sample], scores: RewardScores
+    ) -> None:
+        """Some completions, from as many different prompts as there are."""
+        size = self.config.rollout.num_generations
+        spread = sorted(range(len(samples)), key=lambda i: (i % size, i))
+        for i in sorted(spread[: self.config.logging.completions]):
+            row, sample = prompts[i].row, samples[i]
+            record = {
+                "step": step,
+                "prompt": list(row.prompt),
+                "completion": sample.text,
+                "answer": row.columns.get("answer"),
+                "reward": scores.totals[i],
+                "finish_reason": sample.finish_reason,
+                "length": len(sample.completion_ids),
+            }
+            extra = {name: values[i] for name, values in scores.extra.items() if len(values) == len(samples)}
+            self.folder.append("completions", record | {k: v for k, v in extra.items() if k not in record})
+
+    def _save_checkpoint(self) -> None:
+        self.observer.phase(self.step, "checkpoint")
+        extra = {"config": self.config.model_dump(mode="json"), "num_tokens": self.num_tokens}
+        keep = self.config.checkpoint.keep
+        save_checkpoint(self.folder.checkpoints, self.step, self.trainer, extra, keep)
+
+    def _save_model(self) -> None:
+        self.observer.phase(self.step, "save")
+        tensors = ((name, handle.value()) for name, handle in self.decoder.weights.items())
+        facts = {**weight_facts(self.decoder), "step": self.step}
+        save_folder(self.folder.model, self.decoder.spec, tensors, files=self.files, numerics_meta=facts)
+
+    def _write_report(self) -> None:
+        if (self.folder.path / "metrics.jsonl").is_file():
+            write_report(self.folder.path, dict(run_facts(self.config, self.trainer, self.files, self._data_summary)))
+            self._report_at = time.monotonic()

@@ -1,0 +1,63 @@
+"""Where a run begins: at its newest checkpoint, at a named one, or at step 1; and that it is the same run.
+
+What decides the course of a run (model, data, rewards, sampling, loss, optimizer, seed) must be what the checkpoint was
+made with. What changes no bit (memory, speed, logging), how long the run is, and where it lies may differ.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zerogap.config import RunConfig
+from zerogap.errors import CheckpointError, ConfigError
+from zerogap.rl.run_folder import RunFolder
+from zerogap.train.checkpoint import list_checkpoints
+
+FREE = (
+    *("output_dir", "logging.", "checkpoint.", "eval.", "parity."),
+    *("rollout.page_size", "rollout.kv_cache_memory", "rollout.max_batch_tokens", "rollout.max_sequences"),
+    *("rollout.prefix_cache", "optimizer.micro_batch_tokens", "optimizer.activation_recompute"),
+)
+
+
+def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | None:
+    """The checkpoint to resume from, or None to begin at step 1.
+
+    Raises:
+        ConfigError: `auto` and the run in `output_dir` is finished.
+        CheckpointError: the named checkpoint is not there.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        path = Path(resume).expanduser()
+        if not (path / "state.json").is_file():
+            raise CheckpointError(f"{path}: not a checkpoint (no state.json); they lie in RUN/checkpoints")
+        return path
+    found = list_checkpoints(folder.checkpoints) if folder.checkpoints.is_dir() else []
+    step = int(found[-1].name.rpartition("-")[2]) if found else 0
+    if folder.model.is_dir() and (not found or step >= config.optimizer.max_steps):
+        more = "raise optimizer.max_steps, " if found else ""
+        mend = f"the run there is finished: {more}take another folder, or replace it with --resume never"
+        raise ConfigError("output_dir", str(folder.path), mend)
+    return found[-1] if found else None
+
+
+def require_same_run(config: RunConfig, before: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raise `ConfigError` for the first setting that decides the run's course and was another at the checkpoint."""
+    now, then = dict(_leaves(config.model_dump(mode="json"))), dict(_leaves(before))
+    for key in sorted({*now, *then}):
+        if key.startswith(FREE) or now.get(key) == then.get(key):
+            continue
+        if key == "optimizer.max_steps" and config.optimizer.lr_scheduler_type == "constant":
+            continue
+        mend = f"{checkpoint} was made with {then.get(key)!r}: use that, or begin another run in another output_dir"
+        raise ConfigError(key, now.get(key), mend)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,154 @@
+"""The folder of a run: where everything lies, and how it is written so that a crash loses nothing that was there.
+
+    config.yaml          the complete recipe
+    metrics.jsonl        one line per step           eval.jsonl         one line per held-out evaluation
+    completions.jsonl    some completions per step   errors.jsonl       what ended a step, if anything did
+    rollouts/            all samples of every step   weights/           published weights of the audited steps
+    checkpoints/         to resume from              model/             the trained model, a Hugging Face folder
+    report.html          curves and completions      tensorboard/       event files, if wanted
+
+Lines are appended and flushed at once; every other file is written beside its place and renamed. A run that resumes
+after step N first cuts all of them back to step N.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerogap.config import RunConfig, load_config
+from zerogap.errors import CheckpointError
+from zerogap.models.decoder import Decoder
+from zerogap.rl.report import read_lines
+from zerogap.rl.rollout_log import logged_steps, rollout_path, write_json
+from zerogap.train.checkpoint import list_checkpoints
+from zerogap.weights import ModelFiles, save_folder
+
+LINES = ("metrics", "eval", "completions", "errors")
+PARTS = ("config.yaml", *(f"{n}.jsonl" for n in LINES), "rollouts", "weights", "checkpoints", "model", "report.html")
+FACTS = "zerogap.json"  # as `weights.save_folder` names it
+VERSION = "version-"
+
+
+class RunFolder:
+    """Paths and writers of one run. Attributes are paths."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.rollouts = self.path / "rollouts"
+        self.weights = self.path / "weights"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.report = self.path / "report.html"
+        self.tensorboard = self.path / "tensorboard"
+        self.config_file = self.path / "config.yaml"
+
+    # ---- the run as a whole
+
+    @property
+    def exists(self) -> bool:
+        """True if a run was begun here."""
+        return self.config_file.is_file()
+
+    def config(self) -> RunConfig:
+        """The recipe of the run that lies here.
+
+        Raises:
+            CheckpointError: no run lies here.
+        """
+        if not self.exists:
+            raise CheckpointError(f"{self.path} holds no config.yaml, so it is not the folder of a run")
+        return load_config(self.config_file)
+
+    def begin(self, config: RunConfig, step: int) -> None:
+        """Make the folder ready for `step + 1`: everything that was written after `step` goes."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if step == 0:
+            for name in (*PARTS, "tensorboard"):
+                self._remove(self.path / name)
+        for name in LINES:
+            self._cut_lines(self.path / f"{name}.jsonl", step)
+        for logged in logged_steps(self.rollouts):
+            if logged > step:
+                rollout_path(self.rollouts, logged).unlink()
+                rollout_path(self.rollouts, logged).with_suffix(".safetensors").unlink(missing_ok=True)
+        for path in list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else ():
+            if int(path.name.rpartition("-")[2]) > step:
+                shutil.rmtree(path)
+        self._remove(self.model)
+        partial = self.path / ".config.yaml.partial"
+        partial.write_text(config.to_yaml(), encoding="utf-8")
+        partial.replace(self.config_file)
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _cut_lines(path: Path, step: int) -> None:
+        if not path.is_file():
+            return
+        kept = [record for record in read_lines(path) if record.get("step", 0) <= step]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        partial.replace(path)
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Add a line to `NAME.jsonl`; it is out of this process when the call returns."""
+        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+
+    # ---- weights of audited steps
+
+    def save_version(self, decoder: Decoder, files: ModelFiles, source: str | None) -> Path:
+        """Save the decoder's published weights as `weights/version-N`, with the digest of every tensor.
+
+        Args:
+            source: name of a model that cannot change (hub id, quick start) and has exactly these weights: then only
+                digests are stored. None: the weights are.
+        """
+        target = self.weights / f"{VERSION}{decoder.version}"
+        facts = {**weight_facts(decoder), "source": source}
+        if source is None:
+            tensors = ((name, handle.value()) for name, handle in decoder.weights.items())
+            save_folder(target, decoder.spec, tensors, files=files, numerics_meta=facts)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            write_json(target / FACTS, facts)
+        return target
+
+    def saved_versions(self) -> dict[int, Path]:
+        """Folders of saved weights by version."""
+        found = {p.name.removeprefix(VERSION): p for p in self.weights.glob(f"{VERSION}*") if (p / FACTS).is_file()}
+        return {int(name): found[name] for name in sorted(found, key=lambda n: (len(n), n)) if name.isdigit()}
+
+
+def weight_facts(decoder: Decoder) -> dict[str, Any]:
+    """What goes with saved weights: contract, identity, version and digests by tensor name."""
+    return {
+        "format": 1,
+        "version": decoder.version,
+        "numerics": decoder.numerics.fields(),
+        "identity": str(decoder.identity),
+        "digests": decoder.digests(),
+    }
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value if value is None or isinstance(value, str | int | bool) else str(value)

@@ -1,0 +1,137 @@
+"""From a recipe to the parts of a run: prompts, rewards, model, trainer, engine. Nothing here trains.
+
+What cannot be honoured raises before the costly things begin: data and reward functions are read before the model, the
+model's header before its weights.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zerogap.config import RunConfig
+from zerogap.errors import ConfigError
+from zerogap.models.decoder import Decoder
+from zerogap.rl.data import PromptSet, Row, keep_short, load_prompts
+from zerogap.rl.reward import RewardFunctions, load_rewards
+from zerogap.rollout.engine import Engine
+from zerogap.text import Tokenizer
+from zerogap.train.optimizer import OptimizerSettings
+from zerogap.train.trainer import Trainer
+from zerogap.types import SamplingParams
+from zerogap.weights import ModelFiles, open_model
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """A data row with the ids of its prompt, int32 [P]."""
+
+    row: Row
+    ids: np.ndarray
+
+
+def load_data(config: RunConfig) -> tuple[PromptSet, RewardFunctions]:
+    """Rows and reward functions, checked against each other."""
+    data = load_prompts(config.data, config.seed, needs_answer="number_match" in config.reward.functions)
+    rewards = load_rewards(config.reward.functions, config.reward.weights, data.scorer)
+    rewards.check(list(dict.fromkeys(key for row in (*data.train, *data.held_out) for key in row.columns)))
+    return data, rewards
+
+
+def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, limit: int) -> tuple[list[Prompt], int]:
+    """Prompts of at most `limit` tokens, and how many rows were longer and left out."""
+    ids = {id(row): tokenizer.encode_chat(row.prompt) for row in rows}
+    kept, left_out = keep_short(rows, lambda row: len(ids[id(row)]), limit)
+    return [Prompt(row, ids[id(row)]) for row in kept], left_out
+
+
+def open_source(config: RunConfig) -> tuple[ModelFiles, str | None]:
+    """The recipe's model, opened, and its name where nobody can change it in place (hub id, quick start), else None."""
+    files = open_model(config.model)
+    return files, None if Path(config.model).expanduser().exists() else config.model
+
+
+def positions(config: RunConfig) -> int:
+    """Longest sequence of a run, in tokens."""
+    return config.data.max_prompt_length + config.rollout.max_completion_length
+
+
+def load_decoder(config: RunConfig, files: ModelFiles) -> Decoder:
+    """The model under the recipe's contract, with room for its longest sequence.
+
+    Raises:
+        ConfigError: prompt and completion together are longer than the model's positions.
+    """
+    if positions(config) > files.spec.max_position:
+        raise ConfigError(
+            "data.max_prompt_length",
+            config.data.max_prompt_length,
+            f"with rollout.max_completion_length ({config.rollout.max_completion_length}) it exceeds the model's "
+            f"{files.spec.max_position} positions: lower one of them",
+        )
+    decoder = Decoder(files.spec, config.contract(), max_positions=positions(config))
+    return decoder.load(files.tensors())
+
+
+def build_trainer(config: RunConfig, decoder: Decoder) -> Trainer:
+    """The trainer that the recipe asks for."""
+    chosen = config.optimizer
+    settings = OptimizerSettings(
+        learning_rate=chosen.learning_rate,
+        schedule=chosen.lr_scheduler_type,
+        warmup_updates=chosen.warmup_steps,
+        total_updates=chosen.max_steps * config.algorithm.num_iterations,
+        betas=chosen.betas,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+        max_grad_norm=chosen.max_grad_norm,
+    )
+    return Trainer(
+        decoder,
+        optimizer=settings,
+        trainable=config.trainable,
+        micro_batch_tokens=chosen.micro_batch_tokens,
+        activation_recompute=chosen.activation_recompute,
+        on_mismatch=config.parity.on_mismatch,
+    )
+
+
+def scoring_trainer(decoder: Decoder, micro_batch_tokens: int) -> Trainer:
+    """A trainer with nothing to train, for log-probs of a fixed model (a reference, an audit)."""
+    return Trainer(decoder, trainable=(), micro_batch_tokens=micro_batch_tokens)
+
+
+def build_engine(config: RunConfig, decoder: Decoder, tokenizer: Tokenizer, page_size: int | None = None) -> Engine:
+    """The engine that the recipe asks for; `page_size` may replace the recipe's, which changes no bit."""
+    rollout = config.rollout
+    return Engine(
+        decoder,
+        tokenizer,
+        page_size=page_size or rollout.page_size,
+        kv_cache_bytes=int(rollout.kv_cache_memory * 2**30),
+        max_batch_tokens=rollout.max_batch_tokens,
+        max_sequences=rollout.max_sequences,
+        prefix_cache=rollout.prefix_cache,
+    )
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """How training completions are sampled."""
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_tokens=rollout.max_completion_length,
+        stop=rollout.stop,
+    )
+
+
+def evaluation_params(config: RunConfig) -> SamplingParams:
+    """How held-out completions are sampled: no filters, the evaluation's own temperature."""
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=config.eval.temperature, max_tokens=rollout.max_completion_length, stop=rollout.stop
+    )

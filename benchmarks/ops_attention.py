@@ -137,7 +137,9 @@ CASES = [
 def main(rounds: int = 15) -> list[dict[str, object]]:
     """Print one line per case; returns them."""
     torch.set_num_threads(library.num_threads())
-    print(f"attention, {library.backend()}, {library.num_threads()} threads, BF16, median of {rounds} interleaved rounds")
+    print(
+        f"attention, {library.backend()}, {library.num_threads()} threads, BF16, median of {rounds} interleaved rounds"
+    )
     results = []
     for name, make, shape in CASES:
         ours, theirs, ratio = interleaved(*make(shape), rounds)

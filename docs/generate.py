@@ -9,6 +9,7 @@ from pathlib import Path
 from zerogap.config import iter_fields
 
 DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 NOTICE = "<!-- Written by docs/generate.py; do not edit. -->\n"
 
 
@@ -44,7 +45,39 @@ def recipe_keys() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"recipe-keys.md": recipe_keys}
+def shown_number(value: object) -> str:
+    """Three significant digits of a float; anything else as it is."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def result_section(path: Path) -> str:
+    """One result file of a benchmark: its circumstances, then its rows as they were written."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows = content.pop("rows")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    facts = ", ".join(f"{key} {shown_number(value)}" for key, value in content.items() if key != "benchmark")
+    head = "| " + " | ".join(name.replace("_", " ") for name in columns) + " |"
+    body = ["| " + " | ".join(shown_number(row.get(key, "")) for key in columns) + " |" for row in rows]
+    return "\n".join([f"## `{content['benchmark']}`", "", facts, "", head, "| --- " * len(columns) + "|", *body]) + "\n"
+
+
+def how_fast() -> str:
+    """The page of benchmark results: the newest result file of each benchmark."""
+    newest = {path.stem[: -len("-2000-01-01")]: path for path in sorted(RESULTS.glob("*.json"))}
+    parts = [
+        "# How fast is it?\n",
+        NOTICE,
+        "`make bench` measures it on your machine: each benchmark takes turns with its peer in one run on the same\n"
+        "inputs, and quotes medians. Timings on shared machines are noisy; the ratios are what to read. These are the\n"
+        "newest results in `benchmarks/results/`, as the benchmarks wrote them.\n",
+        *(result_section(path) for path in newest.values()),
+    ]
+    return "\n".join(parts)
+
+
+PAGES = {"recipe-keys.md": recipe_keys, "how-fast.md": how_fast}
 
 
 if __name__ == "__main__":

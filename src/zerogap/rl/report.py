@@ -49,7 +49,7 @@ PANELS = (
     Panel("Largest logdiff", ("bit_wise/logprob_diff/max",), "max |logp_train - logp_rollout| of the step", zero=True),
     Panel("Completion length", ("completions/mean_length",), "mean of the step", unit="tokens"),
     Panel("Entropy", ("entropy",), "mean over completion tokens", unit="nats"),
-    Panel("Throughput", ("tokens_per_second",), "tokens of the step by its time", unit="tokens/s"),
+    Panel("Throughput", ("tokens_per_second",), "completion tokens drawn, by the time of the rollout", unit="tokens/s"),
     Panel("Step time", ("step_time",), "rollout, reward, training and update", unit="s"),
 )
 

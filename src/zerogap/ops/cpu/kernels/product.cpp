@@ -9,6 +9,7 @@ namespace zg {
 namespace {
 
 constexpr int64_t BLOCK_ROWS = 96;     // rows of an item: their slice of x stays in the second-level cache
+constexpr int64_t LOW_ROWS = 6;        // blocks are not cut lower than this for the threads' sake
 constexpr int64_t CHUNK_STEPS = 1024;  // steps per visit of a panel: 256 KB, so that it stays there too
 
 struct Item {
@@ -26,7 +27,7 @@ struct Plan {
         blocks = max_of(ceil_div(a.rows, BLOCK_ROWS), 1);
         // More blocks where whole panels would leave threads idle at the end; not so many that tiles get low.
         int64_t best = blocks;
-        for (int64_t b = blocks + 1; b <= min_of(blocks + 3, a.rows / TILE_ROWS) && lost(best, threads) > 0.03; b++)
+        for (int64_t b = blocks + 1; b <= min_of(blocks + 3, a.rows / LOW_ROWS) && lost(best, threads) > 0.03; b++)
             if (lost(b, threads) < lost(best, threads)) best = b;
         block_rows = ceil_div(a.rows, best);
         blocks = block_rows ? ceil_div(a.rows, block_rows) : 0;
@@ -66,7 +67,7 @@ template <typename T> struct Worker {
     void slice(int64_t segment, int64_t from, int64_t to, float* c, bool start) {
         const ProductSegment& s = plan.args.segment[segment];
         constexpr int64_t PER = Storage<T>::PER_STEP;
-        const int64_t tiles = ceil_div(item.rows, TILE_ROWS);
+        const int64_t tiles = ceil_div(item.rows, int64_t(Storage<T>::TILE_ROWS));
         const int64_t lines = tiles == 1 ? 4 : tiles < 4 ? 2 : 1;  // per step, so that all tiles together cover the panel
         if (from == to && start) { zero_block(c); return; }
         for (int64_t k = from; k < to; k += CHUNK_STEPS * PER) {

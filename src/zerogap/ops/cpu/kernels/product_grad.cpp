@@ -55,16 +55,16 @@ void accumulate_any(int height, const Rows<T>& rows, const T* a, const T* b, flo
     switch (height) {
         case 1: return accumulate<T, 1>(rows, a, b, acc, k, count);
         case 2: return accumulate<T, 2>(rows, a, b, acc, k, count);
-#if defined(__AVX2__) || defined(__aarch64__)
+    }
+    if constexpr (Storage<T>::TILE_ROWS >= 4) switch (height) {
         case 3: return accumulate<T, 3>(rows, a, b, acc, k, count);
         case 4: return accumulate<T, 4>(rows, a, b, acc, k, count);
-#endif
-#if defined(__AVX2__)
+    }
+    if constexpr (Storage<T>::TILE_ROWS >= 6) switch (height) {
         case 5: return accumulate<T, 5>(rows, a, b, acc, k, count);
         case 6: return accumulate<T, 6>(rows, a, b, acc, k, count);
-#endif
-        default: __builtin_trap();
     }
+    __builtin_trap();
 }
 
 template <typename T> void weight_grad(const WeightGradArgs& args, Team& team) {
@@ -89,7 +89,7 @@ template <typename T> void weight_grad(const WeightGradArgs& args, Team& team) {
     for (int64_t i; (i = team.next(1)) < groups * runs;) {
         const int64_t g = i % groups, first = i / groups * at_once, height = min_of(GROUP, args.n - g * GROUP);
         for (int64_t p = first; p < min_of(first + at_once, panels); p++)
-            for (int64_t m = 0, tiles = ceil_div(height, TILE_ROWS); tiles; tiles--) {
+            for (int64_t m = 0, tiles = ceil_div(height, int64_t(Storage<T>::TILE_ROWS)); tiles; tiles--) {
                 const int64_t mr = ceil_div(height - m, tiles);
                 accumulate_any<T>(int(mr), rows, packed_dy + g * group_size + m * PER, packed_x + p * panel_elements,
                                   args.acc + (g * GROUP + m) * args.k + p * PANEL, args.k, args.k - p * PANEL);

@@ -1,4 +1,4 @@
-// The register tile of every matrix product: up to TILE_ROWS rows by 64 columns, one FP32 accumulator per element.
+// The register tile of every matrix product: up to six rows by 64 columns, one FP32 accumulator per element.
 //
 // A *step* advances the reduced axis by what one 256-byte line group of a panel holds: a pair of BF16 elements, or one
 // FP32 element. Each accumulator runs its steps in ascending order with the multiply-add primitive of the backend class,
@@ -10,24 +10,32 @@ namespace zg {
 
 constexpr int GROUP = 16;  // rows per group of a packed left operand (weight gradient)
 
-// Tile height, and how many of a panel's four vectors are worked on at once, by what the registers hold.
+// How many of a panel's four vectors a tile works on at once, by what the registers hold.
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6;
 constexpr int tile_vectors(int) { return 4; }
 #elif defined(__AVX2__)
-constexpr int TILE_ROWS = 6;
 constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #elif defined(__aarch64__)
-constexpr int TILE_ROWS = 4;
 constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #else
-constexpr int TILE_ROWS = 2;
 constexpr int tile_vectors(int rows) { return rows == 1 ? 2 : 1; }
 #endif
 
+// Elements of the reduced axis per step; most rows of a tile.
 template <typename T> struct Storage;
-template <> struct Storage<float> { static constexpr int PER_STEP = 1; };
-template <> struct Storage<bf16> { static constexpr int PER_STEP = 2; };
+#if defined(__AVX512F__)
+template <> struct Storage<float> { static constexpr int PER_STEP = 1, TILE_ROWS = 6; };
+template <> struct Storage<bf16> { static constexpr int PER_STEP = 2, TILE_ROWS = 6; };
+#elif defined(__AVX2__)  // BF16 needs registers to take pairs apart
+template <> struct Storage<float> { static constexpr int PER_STEP = 1, TILE_ROWS = 6; };
+template <> struct Storage<bf16> { static constexpr int PER_STEP = 2, TILE_ROWS = 4; };
+#elif defined(__aarch64__)
+template <> struct Storage<float> { static constexpr int PER_STEP = 1, TILE_ROWS = 4; };
+template <> struct Storage<bf16> { static constexpr int PER_STEP = 2, TILE_ROWS = 4; };
+#else
+template <> struct Storage<float> { static constexpr int PER_STEP = 1, TILE_ROWS = 2; };
+template <> struct Storage<bf16> { static constexpr int PER_STEP = 2, TILE_ROWS = 2; };
+#endif
 template <typename T> static inline int64_t steps_of(int64_t reduce) { return ceil_div(reduce, Storage<T>::PER_STEP); }
 template <typename T> static inline int64_t panel_size(int64_t reduce) { return steps_of<T>(reduce) * Storage<T>::PER_STEP * PANEL; }
 
@@ -65,33 +73,31 @@ template <int MR, int NV> static inline void step(F16 (&acc)[MR][NV], const floa
         for (int v = 0; v < NV; v++) acc[m][v] = fma(x, y[v], acc[m][v]);
     }
 }
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+template <bool ODD> static inline __m256 half_of(__m256i pairs) { return ODD ? odd8(pairs) : even8(pairs); }
+// One half of dot_pairs. Its operands are read from memory again in the other half: registers hold accumulators first.
+template <bool ODD, int MR, int NV> static inline void half_step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], const bf16* b) {
+    asm volatile("" : "+r"(b));  // or the compiler keeps the pairs of both halves, and spills accumulators for them
+    __m256 y[NV][2];
+    for (int v = 0; v < NV; v++)
+        for (int h = 0; h < 2; h++) y[v][h] = half_of<ODD>(_mm256_loadu_si256((const __m256i*)(b + (v * 2 + h) * LANES)));
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) {
+        const bf16* word = a[m];
+        asm volatile("" : "+r"(word));
+        __m256 x = half_of<ODD>(set1_pair(word).a);
+        for (int v = 0; v < NV; v++)
+            acc[m][v] = {_mm256_fmadd_ps(x, y[v][0], acc[m][v].a), _mm256_fmadd_ps(x, y[v][1], acc[m][v].b)};
+    }
+}
+#endif
 template <int MR, int NV> static inline void step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], const bf16* b) {
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+    half_step<true>(acc, a, b);  // odd elements first
+    half_step<false>(acc, a, b);
+#else
     P16 y[NV];
     for (int v = 0; v < NV; v++) y[v] = load_pairs(b + v * 2 * LANES);
-#if defined(__AVX512BF16__)
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) {
-        P16 x = set1_pair(a[m]);
-        for (int v = 0; v < NV; v++) acc[m][v] = dot_pairs(acc[m][v], x, y[v]);
-    }
-#elif defined(__AVX2__)
-    // dot_pairs in two passes, odd elements first, so that half as many right operands are live.
-    __m256 left_half[NV], right_half[NV];
-    for (int v = 0; v < NV; v++) { left_half[v] = odd8(y[v].a); right_half[v] = odd8(y[v].b); }
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) {
-        __m256 x = odd8(set1_pair(a[m]).a);
-        for (int v = 0; v < NV; v++)
-            acc[m][v] = {_mm256_fmadd_ps(x, left_half[v], acc[m][v].a), _mm256_fmadd_ps(x, right_half[v], acc[m][v].b)};
-    }
-    for (int v = 0; v < NV; v++) { left_half[v] = even8(y[v].a); right_half[v] = even8(y[v].b); }
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) {
-        __m256 x = even8(set1_pair(a[m]).a);
-        for (int v = 0; v < NV; v++)
-            acc[m][v] = {_mm256_fmadd_ps(x, left_half[v], acc[m][v].a), _mm256_fmadd_ps(x, right_half[v], acc[m][v].b)};
-    }
-#else
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
         P16 x = set1_pair(a[m]);
@@ -142,16 +148,16 @@ static inline void any_tile(int rows, const T* a, int64_t lda, const T* b, float
     switch (rows) {
         case 1: return tile<T, 1, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);
         case 2: return tile<T, 2, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);
-#if defined(__AVX2__) || defined(__aarch64__)
+    }
+    if constexpr (Storage<T>::TILE_ROWS >= 4) switch (rows) {
         case 3: return tile<T, 3, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);
         case 4: return tile<T, 4, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);
-#endif
-#if defined(__AVX2__)
+    }
+    if constexpr (Storage<T>::TILE_ROWS >= 6) switch (rows) {
         case 5: return tile<T, 5, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);
         case 6: return tile<T, 6, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);
-#endif
-        default: __builtin_trap();
     }
+    __builtin_trap();
 }
 
 }  // namespace zg

@@ -1,7 +1,7 @@
 """The trainer's half of the head: log-probs and entropies of given tokens, without ever holding all logits.
 
 Formula and orders are those of ops/sampling.py, by the same kernel over the same logits, so the log-prob of a sampled
-token has the sampler's bits. T = 0 scores the untempered distribution. Logits of 256 rows at most exist at a time: the
+token has the sampler's bits. T = 0 scores the untempered distribution. Logits of 128 rows at most exist at a time: the
 forward keeps maximum, sum and kept rule per row, the backward computes each block's logits again (same bits) and
 
     dlogits_i = (d_logp (1{i = target} - p_i) - d_entropy p_i (logp_i + H)) / T,   FP32, rounded once to storage
@@ -31,7 +31,7 @@ from zerogap.ops.sampling import SamplingRows
 from zerogap.types import ForwardContext, Sample
 
 GRAD_BLOCK = 128  # rows of a weight-gradient block (Numerics.grad_block)
-MAX_ROWS = 256  # rows of logits that exist at a time
+MAX_ROWS = 128  # rows of logits that exist at a time; twice as many cost more in fresh pages than they save in streams
 
 
 @dataclasses.dataclass(eq=False)

@@ -48,12 +48,22 @@ CHANGED = {
 
 def test_every_field_is_read():
     assert set(CHANGED) == {key for key, _, _ in iter_fields()}
-    config = load_config(MINIMAL, [f"{key}={json.dumps(value)}" for key, value in CHANGED.items()])
+    filters = {"rollout.top_k", "rollout.top_p", "rollout.min_p"}  # refused together with beta
+    without_beta, without_filters = (
+        load_config(MINIMAL, [f"{key}={json.dumps(value)}" for key, value in CHANGED.items() if key not in left_out])
+        for left_out in ({"algorithm.beta"}, filters)
+    )
     for key, value in CHANGED.items():
-        node = config
+        node = without_filters if key == "algorithm.beta" else without_beta
         for part in key.split("."):
             node = getattr(node, part)
         assert (list(node) if isinstance(node, tuple) else node) == value, key
+
+
+@pytest.mark.parametrize("given", ["rollout.top_k=5", "rollout.top_p=0.9", "rollout.min_p=0.1"])
+def test_a_reference_model_and_filters_are_refused_together(given):
+    with pytest.raises(ConfigError, match=r"algorithm\.beta = 0\.1: choose 0, or switch rollout"):
+        load_config(MINIMAL, ["algorithm.beta=0.1", given])
 
 
 def test_round_trip_and_frozen():

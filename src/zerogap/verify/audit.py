@@ -1,0 +1,289 @@
+"""The audit of a run: its logged log-probs, computed again from its saved weights under other conditions.
+
+For every step whose weights were saved, the digests of all tensors are checked first. Then the log-probs of the step's
+samples are computed along three paths and compared as bits with what the rollout recorded:
+
+- *trainer*: the trainer's packed forward, samples in reverse order, one pack at a time;
+- *engine*: the engine's prefill over the known tokens, in chunks, one sample after the other;
+- *redrawn*: the samples drawn again with their keys, tokens and log-probs alike, in reverse order.
+
+Page size, number of threads, batch composition and prefix cache differ from the run's on purpose: a result that
+depended on one of them would differ. A wrong weight does not stop the audit: what it changes is counted, too.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerogap import env
+from zerogap.config import RunConfig
+from zerogap.errors import CheckpointError, ConfigError, ContractError
+from zerogap.models.decoder import Decoder
+from zerogap.numerics import Numerics, require_equal
+from zerogap.ops.cpu.library import use_threads
+from zerogap.rl import setup
+from zerogap.rl.rollout_log import logged_steps, read_rollout
+from zerogap.rl.run_folder import FACTS, RunFolder
+from zerogap.rollout.engine import Engine
+from zerogap.text import Tokenizer
+from zerogap.train.trainer import Trainer
+from zerogap.types import Sample
+from zerogap.weights import open_model
+
+PATHS = ("trainer", "engine", "redrawn")
+CHUNK_TOKENS = 37  # of the engine's prefill: no multiple of a page, a block or a lane
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditSettings:
+    """Conditions of an audit; None: other ones than the run's.
+
+    Attributes:
+        page_size: tokens per page of the engine's cache.
+        threads: native threads.
+    """
+
+    page_size: int | None = None
+    threads: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightAudit:
+    """Saved weights: tensors whose digest was checked, names of those that differ, or why they cannot be read."""
+
+    version: int
+    tensors: int
+    changed: tuple[str, ...] = ()
+    damaged: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepAudit:
+    """One step: tokens compared per path, tokens that differ per path (`PATHS`), the first difference in words."""
+
+    step: int
+    version: int
+    tokens: int
+    trainer: int
+    engine: int
+    redrawn: int
+    first: str = ""
+
+    @property
+    def differences(self) -> int:
+        return self.trainer + self.engine + self.redrawn
+
+
+@dataclasses.dataclass
+class AuditResult:
+    """What an audit found. Grows while it runs.
+
+    Attributes:
+        weights, steps: what was checked.
+        not_covered: (step, why) of logged steps that were asked for and cannot be audited.
+        notes: what people should know.
+    """
+
+    weights: list[WeightAudit] = dataclasses.field(default_factory=list)
+    steps: list[StepAudit] = dataclasses.field(default_factory=list)
+    not_covered: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def differences(self) -> int:
+        return sum(step.differences for step in self.steps)
+
+    @property
+    def exact(self) -> bool:
+        """True if something was compared and neither a weight nor a log-prob differs."""
+        sound = not any(w.changed or w.damaged for w in self.weights)
+        return self.tokens > 0 and self.differences == 0 and sound
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain facts, `exact` included."""
+        return {"exact": self.exact, "tokens": self.tokens, "differences": self.differences} | dataclasses.asdict(self)
+
+
+def audit_run(
+    path: str | Path,
+    steps: Sequence[int] | None = None,
+    settings: AuditSettings = AuditSettings(),
+    progress: Callable[[WeightAudit | StepAudit], None] | None = None,
+) -> AuditResult:
+    """Audit a run.
+
+    Args:
+        path: the run's folder.
+        steps: which of the logged steps; None: every one whose weights were saved.
+        progress: called with each result as it is there.
+
+    Raises:
+        CheckpointError: not a run's folder, or a rollout file is damaged.
+        ConfigError: a step that was not logged, or a page size that cannot be honoured.
+        ContractError: the run was made under another contract or on another backend class.
+    """
+    folder = RunFolder(path)
+    config = folder.config()
+    logged = logged_steps(folder.rollouts)
+    if missing := sorted(set(steps or ()) - set(logged)):
+        raise ConfigError("steps", missing, f"the run logged {_ranges(logged)}")
+    result, saved = AuditResult(), folder.saved_versions()
+    by_version: dict[int, list[int]] = {}
+    for step in logged if steps is None else sorted(set(steps)):
+        version = _version_of(folder, step)
+        if version in saved:
+            by_version.setdefault(version, []).append(step)
+        elif version is None:
+            result.not_covered.append((step, "its samples were drawn at several weight versions"))
+        else:
+            result.not_covered.append((step, f"the weights of version {version} were not saved"))
+    page_size = settings.page_size or (64 if config.rollout.page_size < 64 else 16)
+    threads = settings.threads or (1 if env.num_threads() > 1 else 2)
+    result.notes.append(
+        f"page size {page_size} (run: {config.rollout.page_size}), {threads} threads, reverse order, prefix cache "
+        f"{'off' if config.rollout.prefix_cache else 'on'} (run: {'on' if config.rollout.prefix_cache else 'off'})"
+    )
+    with use_threads(threads):
+        for version, chosen in by_version.items():
+            for found in _audit_version(folder, config, saved[version], version, chosen, page_size, result):
+                if isinstance(found, WeightAudit):
+                    result.weights.append(found)
+                else:
+                    result.steps.append(found)
+                if progress is not None:
+                    progress(found)
+    return result
+
+
+def _version_of(folder: RunFolder, step: int) -> int | None:
+    """The weight version that drew all tokens of a step, or None if there are several."""
+    versions = {int(v) for sample in read_rollout(folder.rollouts, step).samples for v in np.unique(sample.versions)}
+    return versions.pop() if len(versions) == 1 else None
+
+
+def _audit_version(
+    folder: RunFolder,
+    config: RunConfig,
+    weights: Path,
+    version: int,
+    steps: Sequence[int],
+    page_size: int,
+    result: AuditResult,
+) -> Iterator[WeightAudit | StepAudit]:
+    """The weights of one version, then the steps that were drawn with them."""
+    try:
+        facts = json.loads((weights / FACTS).read_text(encoding="utf-8"))
+        digests, source = facts["digests"], facts["source"]
+        require_equal(config.contract(), Numerics.from_fields(facts["numerics"]), str(weights))
+        files = open_model(weights if source is None else source)
+        decoder = setup.load_decoder(config, files)
+    except ConfigError as error:
+        result.not_covered += [(step, f"its model cannot be opened ({error})") for step in steps]
+        return
+    except (CheckpointError, OSError, ValueError, KeyError) as error:
+        result.not_covered += [(step, f"the weights of version {version} are damaged") for step in steps]
+        yield WeightAudit(version, 0, damaged=f"{type(error).__name__}: {error}")
+        return
+    decoder.version = version
+    ours = decoder.digests()
+    changed = tuple(name for name in sorted({*ours, *digests}) if ours.get(name) != digests.get(name))
+    yield WeightAudit(version, len(digests), changed)
+    tokenizer = Tokenizer.from_files(files.tokenizer_files(), files.chat_template)
+    trainer = setup.scoring_trainer(decoder, config.contract().pack_tokens)
+    engine = _other_engine(config, decoder, tokenizer, page_size)
+    for step in steps:
+        samples = read_rollout(folder.rollouts, step).samples
+        _check_identity(decoder, samples, step, result)
+        yield _audit_step(step, version, samples, trainer, engine)
+
+
+def _other_engine(config: RunConfig, decoder: Decoder, tokenizer: Tokenizer, page_size: int) -> Engine:
+    """An engine that batches in another way than the run's."""
+    rollout = config.rollout
+    sequences = max(1, rollout.max_sequences // 2 - 1)
+    other = {
+        "page_size": page_size,
+        "max_sequences": sequences,
+        "max_batch_tokens": max(sequences, rollout.max_batch_tokens // 3),
+        "prefix_cache": not rollout.prefix_cache,
+    }
+    changed = config.model_copy(update={"rollout": rollout.model_copy(update=other)})
+    return setup.build_engine(changed, decoder, tokenizer)
+
+
+def _check_identity(decoder: Decoder, samples: Sequence[Sample], step: int, result: AuditResult) -> None:
+    """Other contract or backend class: refused. Another build of the same kernels: said, since bits should agree."""
+    ours = decoder.identity
+    for theirs in {sample.identity for sample in samples}:
+        if (theirs.contract, theirs.backend) != (ours.contract, ours.backend):
+            raise ContractError(
+                f"step {step} was drawn by {theirs}, this machine computes as {ours}: their log-probs cannot be "
+                "compared; audit on a machine of the same backend class"
+            )
+        note = f"the run's kernels are build {theirs.build}, these are {ours.build}"
+        if theirs != ours and note not in result.notes:
+            result.notes.append(note)
+
+
+def _audit_step(step: int, version: int, samples: Sequence[Sample], trainer: Trainer, engine: Engine) -> StepAudit:
+    """Compare one step along the three paths."""
+    counts: dict[str, int] = {}
+    first = ""
+    paths: dict[str, Callable[[Sequence[Sample]], list[np.ndarray]]] = {
+        "trainer": lambda chosen: [_differs(s, lp) for s, lp in zip(chosen, trainer.logprobs(chosen), strict=True)],
+        "engine": lambda chosen: [_differs(s, _scored(engine, s)) for s in chosen],
+        "redrawn": lambda chosen: [_redrawn(s, d) for s, d in zip(chosen, _draw(engine, chosen), strict=True)],
+    }
+    reverse = [s for s in samples if len(s.completion_ids)][::-1]
+    for name in PATHS:
+        differs = paths[name](reverse)[::-1]
+        counts[name] = sum(int(d.sum()) for d in differs)
+        if counts[name] and not first:
+            index, where = next((i, int(np.flatnonzero(d)[0])) for i, d in enumerate(differs) if d.any())
+            first = f"{name}: sample {index}, completion token {where}"
+    return StepAudit(step, version, sum(len(s.completion_ids) for s in reverse), **counts, first=first)
+
+
+def _differs(sample: Sample, logprobs: np.ndarray) -> np.ndarray:
+    """bool [C]: log-probs that are not the recorded bits."""
+    return logprobs.view(np.int32) != sample.logprobs.view(np.int32)
+
+
+def _scored(engine: Engine, sample: Sample) -> np.ndarray:
+    ids = (sample.prompt_ids.tolist(), sample.completion_ids.tolist())
+    return engine.score(*ids, sample.params, chunk_tokens=CHUNK_TOKENS)
+
+
+def _draw(engine: Engine, samples: Sequence[Sample]) -> list[Sample]:
+    return engine.generate([s.prompt_ids for s in samples], [s.params for s in samples], [s.key for s in samples])
+
+
+def _redrawn(sample: Sample, drawn: Sample) -> np.ndarray:
+    """bool [C]: tokens whose id, log-prob or kept set is another one, or that were not drawn any more."""
+    tokens = len(sample.completion_ids)
+    same = min(tokens, len(drawn.completion_ids))
+    differs = np.ones(tokens, bool)
+    differs[:same] = sample.completion_ids[:same] != drawn.completion_ids[:same]
+    differs[:same] |= sample.logprobs.view(np.int32)[:same] != drawn.logprobs.view(np.int32)[:same]
+    if sample.kept_counts is not None and sample.kept_digests is not None:
+        assert drawn.kept_counts is not None and drawn.kept_digests is not None, "the same parameters record kept sets"
+        differs[:same] |= sample.kept_counts[:same] != drawn.kept_counts[:same]
+        differs[:same] |= sample.kept_digests[:same] != drawn.kept_digests[:same]
+    if len(drawn.completion_ids) > tokens:
+        differs[-1] = True  # it went on where the logged one ended
+    return differs
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Steps in words: `no steps`, `step 3`, `steps 1 to 24`."""
+    if not steps:
+        return "no steps"
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -224,6 +224,6 @@ def test_grpo_gradients_are_within_the_derived_bound_of_float64(tmp_path, family
         error = distance(ours[name].view(gradient.shape), gradient)
         print(f"{numerics} {name}: error / bound {error / bound:.3f}, bound / size {bound / gradient.norm():.1e}")
         assert error <= bound, name
-        assert bound < 0.25 * gradient.norm(), f"{name}: the bound says nothing"
+        assert bound < 0.5 * gradient.norm(), f"{name}: the bound says nothing"
         if numerics == "fp32":  # a control: one percent more KL is seen in every tensor
             assert distance(slightly_wrong[name], gradient) > bound, name

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bits import assert_same_bits
 from tests.rollout.tiny_models import POSITIONS, VOCAB, assert_same_samples, build, engine, shared
 from zerogap.errors import CapacityError, ConfigError, ContractError, NonFiniteError
 from zerogap.models.decoder import Decoder
 from zerogap.numerics import preset
+from zerogap.ops import sampling
 from zerogap.rollout.engine import Engine
 from zerogap.types import SamplingKey, SamplingParams
 
@@ -131,6 +133,18 @@ def test_a_key_decides_the_draw_and_nothing_else_does():
     assert len({tuple(s.completion_ids.tolist()) for s in once}) == len(keys)
     other_seed = engine(shared()).generate([PROMPT], LONG, [dataclasses.replace(keys[0], seed=2)])
     assert other_seed[0].completion_ids.tolist() != once[0].completion_ids.tolist()
+
+
+def test_each_draw_is_the_sampling_op_on_the_rows_logits_and_the_key_at_its_place_in_the_completion():
+    params, key = dataclasses.replace(LONG, top_p=0.95), SamplingKey(9, 8, 7, 6, 5)
+    drawing = engine(shared())
+    (sample,) = drawing.generate([PROMPT], params, [key])
+    logits = drawing.logits([*PROMPT, *sample.completion_ids], len(PROMPT) - 1)[:-1]
+    keys = torch.tensor([sampling.pack_key(key, place) for place in range(40)])
+    leaf_size = shared().head.spec.out_leaf_size
+    drawn = sampling.sample(torch.from_numpy(logits), sampling.SamplingRows.of([params], [40]), keys, leaf_size)
+    assert drawn.ids.tolist() == sample.completion_ids.tolist()
+    assert_same_bits(drawn.logp, sample.logprobs)
 
 
 def test_group_members_are_distinct_and_reproducible():

@@ -70,8 +70,9 @@ class Scheduler:
         place = 0
         while place < len(self.running):  # grows shorter when later sequences are preempted
             sequence = self.running[place]
-            others = len(self.running) - place - 1  # each of them gets at least one token
-            count = min(sequence.length - sequence.computed, budget - others)
+            # New ones start only with what running ones leave, so all but the last lack a single token here.
+            count = min(sequence.length - sequence.computed, budget)
+            assert count > 0, "more running sequences than tokens in a step"
             if not self._reserve(sequence, sequence.computed + count):
                 break  # it was the latest one, and has been preempted itself
             chunks.append(self._chunk(sequence, count))

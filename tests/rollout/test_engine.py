@@ -11,7 +11,7 @@ from tests.rollout.tiny_models import POSITIONS, VOCAB, assert_same_samples, bui
 from zerogap.errors import CapacityError, ConfigError, ContractError, NonFiniteError
 from zerogap.models.decoder import Decoder
 from zerogap.numerics import preset
-from zerogap.ops import sampling
+from zerogap.ops import sampling, tap
 from zerogap.rollout.engine import Engine
 from zerogap.types import SamplingKey, SamplingParams
 
@@ -74,13 +74,13 @@ def test_a_stop_id_that_is_the_last_allowed_token_counts_as_stop():
     assert engine(shared()).generate([PROMPT], params)[0].finish_reason == "stop"
 
 
-def test_stop_ids_before_min_tokens_are_ignored_and_the_tokens_stay_the_same():
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 8])
+def test_stop_ids_before_min_tokens_are_ignored_and_the_tokens_stay_the_same(min_tokens):
     (free,) = engine(shared()).generate([PROMPT], LONG)
-    stops = tuple(set(free.completion_ids[:10].tolist()))
-    params = dataclasses.replace(LONG, stop_token_ids=stops, min_tokens=8)
+    params = dataclasses.replace(LONG, stop_token_ids=tuple(range(VOCAB)), min_tokens=min_tokens)
     (sample,) = engine(shared()).generate([PROMPT], params)
     assert sample.finish_reason == "stop"
-    assert len(sample.completion_ids) >= 8
+    assert len(sample.completion_ids) == max(min_tokens, 1)
     assert sample.completion_ids.tolist() == free.completion_ids[: len(sample.completion_ids)].tolist()
     assert sample.logprobs.tobytes() == free.logprobs[: len(sample.completion_ids)].tobytes()
 
@@ -391,6 +391,20 @@ def test_an_interrupt_leaves_an_engine_that_works():
     assert idle.step() == []
     assert idle._scheduler.pool.held == 0
     assert_same_samples(idle.generate([PROMPT], LONG), engine(shared()).generate([PROMPT], LONG))
+
+
+def test_pages_of_a_step_that_failed_are_not_found_again():
+    def fail(name, outputs, info):
+        if name == "sample":
+            raise RuntimeError("planted")
+        if name == "attention":
+            outputs["out"].zero_()  # later layers keep wrong keys and values
+
+    idle, prompt = engine(shared()), PROMPT * 10
+    with tap.listen(fail), pytest.raises(RuntimeError, match="planted"):
+        idle.generate([prompt], LONG)
+    assert_same_samples(idle.generate([prompt], LONG), engine(shared()).generate([prompt], LONG))
+    assert idle.statistics.cache_hit_tokens == 0
 
 
 def test_progress_counts_samples_and_tokens():

@@ -1,5 +1,6 @@
 """The scheduler alone: order, chunks, sharing, preemption, and no page lost. Forward passes are played by hand."""
 
+import itertools
 import random
 
 import numpy as np
@@ -75,7 +76,7 @@ def test_a_long_prompt_never_keeps_running_sequences_waiting():
     for index in range(8):
         scheduler.add(request(index, [index] * (40 if index % 2 else 1), max_tokens=6))
     steps = finish(scheduler)
-    for before, after in zip(steps, steps[1:]):
+    for before, after in itertools.pairwise(steps):
         computed = {index for index, _, _ in after}
         assert all(index in computed or start + size in (6, 45) for index, start, size in before)
 

@@ -308,21 +308,27 @@ def test_mixed_step_equals_its_parts(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_do_not_depend_on_the_pack(dtype: str) -> None:
-    """A sample's gradients alone, in any place of a pack, and next to samples of NaN: equal bits."""
-    alone = Case((131,), 6, 2, 64, dtype, leaves=2)
+@pytest.mark.parametrize("length", [5, 131])
+def test_gradients_do_not_depend_on_the_pack(dtype: str, length: int) -> None:
+    """A sample's gradients alone, in any place of a pack, and next to samples of NaN: equal bits.
+
+    One thread too: then a short sample's tile is worked on where a whole tile of NaN was before it.
+    """
+    alone = Case((length,), 6, 2, 64, dtype, leaves=2)
     q, k, v = alone.rows(12)
     d_out = hard_values(q.shape, q.dtype, seed=13, spread=4)
     want = gradients(alone, q, k, v, d_out)
-    for lengths in ((131, 64, 7), (7, 131, 65), (1, 63, 131)):
+    for lengths in ((length, 64, 7), (64, length, 65), (1, 63, length)):
         case = dataclasses.replace(alone, lengths=lengths)
-        begin = sum(lengths[: lengths.index(131)])
-        for value in (0.5, NAN):
+        begin = sum(lengths[: lengths.index(length)])
+        for value, threads in ((0.5, 2), (NAN, 1), (NAN, 2)):
             rows = [torch.full((sum(lengths), x.shape[1]), value, dtype=x.dtype) for x in (q, k, v, d_out)]
             for full, x in zip(rows, (q, k, v, d_out)):
-                full[begin : begin + 131] = x
-            for name, got, expected in zip(("out", "dq", "dk", "dv"), gradients(case, *rows), want):
-                assert_same_bits(got[begin : begin + 131], expected, f"{name}, lengths {lengths}, {value}")
+                full[begin : begin + length] = x
+            with library.use_threads(threads):
+                results = gradients(case, *rows)
+            for name, got, expected in zip(("out", "dq", "dk", "dv"), results, want):
+                assert_same_bits(got[begin : begin + length], expected, f"{name}, lengths {lengths}, {value}")
 
 
 def test_leaves_cut_the_sum_over_heads() -> None:

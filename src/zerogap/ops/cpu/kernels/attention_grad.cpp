@@ -87,11 +87,11 @@ void transpose16(const uint32_t* in, int64_t in_stride, uint32_t* out, int64_t o
 
 // The same for any matrix; rows are a multiple of sixteen.
 void transpose(const uint32_t* in, int64_t rows, int64_t cols, uint32_t* out) {
-    for (int64_t r = 0; r < rows; r += 16) {
-        int64_t c = 0;
-        for (; c + 16 <= cols; c += 16) transpose16(in + r * cols + c, cols, out + c * rows + r, rows);
-        for (; c < cols; c++)
-            for (int64_t i = 0; i < 16; i++) out[c * rows + r + i] = in[(r + i) * cols + c];
+    const int64_t whole = cols / 16 * 16;
+    for (int64_t r = 0; r < rows; r += 16, in += 16 * cols, out += 16) {
+        for (int64_t c = 0; c < whole; c += 16) transpose16(in + c, cols, out + c * rows, rows);
+        for (int64_t i = 0; i < 16; i++)
+            for (int64_t c = whole; c < cols; c++) out[c * rows + i] = in[i * cols + c];
     }
 }
 

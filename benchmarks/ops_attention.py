@@ -1,10 +1,13 @@
 """Attention against torch's scaled_dot_product_attention: prefill, training forward + backward, decode.
 
-One interleaved run: each round times ours, then torch's, on the same numbers; the ratio is the median over rounds of
-ours / torch. Torch gets contiguous [S, heads, T, D] tensors with keys and values already repeated per query head, which
-costs it nothing here; ours starts from rows and includes writing the pages. Sequences of equal length, BF16.
+One interleaved run: ours and torch's take turns on the same numbers; ratios are torch's median time over ours. After a
+call the other side's idle threads spin for a while, so a pause and an untimed call go before each timed one. Torch gets
+contiguous [S, heads, T, D] tensors with keys and values already repeated per query head, which costs it nothing here;
+ours starts from rows and includes writing the pages. Sequences of equal length, BF16. Times are wall times with all
+threads, and processor times on one thread, which other work on the machine disturbs less.
 """
 
+import argparse
 import dataclasses
 import statistics
 import time
@@ -12,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.record import write
 from zerogap.numerics import DType
 from zerogap.ops.attention import attention
 from zerogap.ops.cpu import library
@@ -70,19 +74,25 @@ class Shape:
         return by_head.repeat_interleave(self.heads // heads, 1).contiguous()
 
 
-def interleaved(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """Median milliseconds of each and the median ratio; a pause lets the other side's threads go to sleep."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for round_number in range(rounds + 1):
-        for call, into in zip((ours, theirs), times):
-            time.sleep(0.02)
-            call()
-            begin = time.perf_counter()
-            call()
-            if round_number:
-                into.append((time.perf_counter() - begin) * 1e3)
-    ratios = [a / b for a, b in zip(*times)]
-    return statistics.median(times[0]), statistics.median(times[1]), statistics.median(ratios)
+def interleaved(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Median milliseconds per call: wall time with all threads, then processor time with one."""
+    all_threads = library.num_threads()
+    medians = {}
+    for kind, clock, threads in (("wall", time.perf_counter, all_threads), ("cpu", time.process_time, 1)):
+        torch.set_num_threads(threads)
+        taken: tuple[list[float], list[float]] = ([], [])
+        with library.use_threads(threads):
+            for _ in range(repeats):
+                for call, into in zip((ours, theirs), taken):
+                    time.sleep(0.02)
+                    call()
+                    begin = clock()
+                    call()
+                    into.append((clock() - begin) * 1e3)
+        medians |= {f"{name}_{kind}_ms": statistics.median(t) for name, t in zip(("zerogap", "torch"), taken)}
+        medians[f"{kind}_ratio"] = medians[f"torch_{kind}_ms"] / medians[f"zerogap_{kind}_ms"]
+    torch.set_num_threads(all_threads)
+    return medians
 
 
 def forward(shape: Shape) -> tuple[Callable, Callable]:
@@ -134,18 +144,18 @@ CASES = [
 ]
 
 
-def main(rounds: int = 15) -> list[dict[str, object]]:
-    """Print one line per case; returns them."""
-    torch.set_num_threads(library.num_threads())
-    print(
-        f"attention, {library.backend()}, {library.num_threads()} threads, BF16, median of {rounds} interleaved rounds"
-    )
-    results = []
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--repeats", type=int, default=15, help="interleaved repetitions; medians are reported")
+    args = options.parse_args()
+    rows = []
+    print(f"{'what':>18} {'shape':>30} {'zerogap ms':>11} {'torch ms':>9} {'ratio':>6} {'ratio of processor time':>24}")
     for name, make, shape in CASES:
-        ours, theirs, ratio = interleaved(*make(shape), rounds)
-        results.append({"what": name, "shape": str(shape), "ours_ms": ours, "torch_ms": theirs, "ratio": ratio})
-        print(f"{name:20s} {shape!s:32s} ours {ours:8.3f} ms   torch {theirs:8.3f} ms   ratio {ratio:.2f}", flush=True)
-    return results
+        times = interleaved(*make(shape), args.repeats)
+        rows.append({"what": name, "shape": str(shape), **times})
+        wall = f"{times['zerogap_wall_ms']:11.3f} {times['torch_wall_ms']:9.3f} {times['wall_ratio']:6.2f}"
+        print(f"{name:>18} {shape!s:>30} {wall} {times['cpu_ratio']:24.2f}", flush=True)
+    write("ops_attention", rows, repeats=args.repeats)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 // Matrix products over packed panels: forward of fused projections and their input gradients, with leaves.
 //
-// A work item is one panel (64 columns) times one block of rows; the panel's reduced axis is walked leaf by leaf, each leaf
-// into its own block of accumulators, and finished leaves are merged like a binary counter: that is the fixed tree
+// A work item is one panel (64 columns) times one block of rows; the panel's reduced axis is walked leaf by leaf, each
+// leaf into its own block of accumulators, and finished leaves are merged like a binary counter: that is the fixed tree
 // (adjacent pairs, an odd last one passes up). Threads claim one item ahead, so that its panel can be prefetched.
 #include "product_tile.h"
 
@@ -41,7 +41,8 @@ struct Plan {
     Item item(int64_t index) const {
         Item it{0, index / blocks, index % blocks * block_rows, 0};
         it.rows = min_of(block_rows, args.rows - it.row);
-        for (int64_t width; it.panel >= (width = ceil_div(args.segment[it.segment].width, PANEL)); it.segment++) it.panel -= width;
+        for (int64_t count; it.panel >= (count = ceil_div(args.segment[it.segment].width, PANEL)); it.segment++)
+            it.panel -= count;
         return it;
     }
 };
@@ -68,7 +69,8 @@ template <typename T> struct Worker {
         const ProductSegment& s = plan.args.segment[segment];
         constexpr int64_t PER = Storage<T>::PER_STEP;
         const int64_t tiles = ceil_div(item.rows, int64_t(Storage<T>::TILE_ROWS));
-        const int64_t lines = tiles == 1 ? 4 : tiles < 4 ? 2 : 1;  // per step, so that all tiles together cover the panel
+        // Lines to prefetch per step, so that all tiles together cover the next panel.
+        const int64_t lines = tiles == 1 ? 4 : tiles < 4 ? 2 : 1;
         if (from == to && start) { zero_block(c); return; }
         for (int64_t k = from; k < to; k += CHUNK_STEPS * PER) {
             const int64_t end = min_of(to, k + CHUNK_STEPS * PER), bytes = steps_of<T>(end - k) * 256;
@@ -76,9 +78,10 @@ template <typename T> struct Worker {
             const T* b = panel(item, segment) + k * PANEL;
             // In CONCATENATE the next item may lie in another segment; its panels are then shorter or longer.
             const ProductSegment& n = plan.args.segment[next.segment];
+            const int64_t ahead_segment = plan.segments == 1 ? segment : next.segment;
             const char* far = nullptr;
             if (ahead && (plan.segments == 1 || n.reduce == s.reduce))
-                far = reinterpret_cast<const char*>(panel(next, plan.segments == 1 ? segment : next.segment) + k * PANEL);
+                far = reinterpret_cast<const char*>(panel(next, ahead_segment) + k * PANEL);
             int64_t row = 0;
             for (int64_t t = 0; t < tiles; t++) {
                 const int64_t rows = ceil_div(item.rows - row, tiles - t), done = t * lines * steps_of<T>(end - k) * 64;
@@ -103,7 +106,8 @@ template <typename T> struct Worker {
         const int64_t from = leaf * leaf_size(s);
         slice(segment, from, min_of(from + leaf_size(s), s.reduce), c, start);
     }
-    // The tree over segments [first, last), which run one after the other in each leaf's accumulators; ends in level `base`.
+    // The tree over segments [first, last), which run one after the other in each leaf's accumulators; ends in level
+    // `base`.
     void tree(int64_t first, int64_t last, int64_t base) {
         const int64_t leaves = num_leaves(plan.args.segment[first]);
         int64_t top = base;
@@ -145,8 +149,11 @@ template <typename T> void product(const ProductArgs& args, Team& team) {
     const Plan plan(args, team.size);
     const int64_t items = plan.items();
     int64_t levels = 2;
-    for (int64_t s = 0; s < args.num_segments; s++)
-        for (int64_t n = num_leaves(args.segment[s]), need = 3; n > 1; n = (n + 1) / 2, need++) levels = max_of(levels, need);
+    for (int64_t s = 0; s < args.num_segments; s++) {
+        int64_t need = 2;  // the deepest tree, and the total of TREES below it
+        for (int64_t n = num_leaves(args.segment[s]); n > 1; n = (n + 1) / 2) need++;
+        levels = max_of(levels, need);
+    }
     const int64_t level_size = plan.block_rows * PANEL;
     float* blocks = static_cast<float*>(team.scratch_bytes(levels * level_size * int64_t(sizeof(float))));
     int64_t index = team.next(0);

@@ -21,7 +21,7 @@ struct ProductSegment {
 
 enum ProductMode : int32_t {
     CONCATENATE = 0,  // segment s writes its own out_s (forward of fused projections)
-    CHAIN = 1,        // one output; in each leaf one accumulator runs segment 0's slice, then segment 1's, ...; then the tree
+    CHAIN = 1,        // one output; in each leaf one accumulator runs segment 0's slice, then segment 1's, ...; tree
     TREES = 2,        // one output; each segment's tree is finished, then they are added FP32 in order
 };
 

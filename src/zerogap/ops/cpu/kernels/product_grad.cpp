@@ -18,9 +18,11 @@ template <typename T> struct Rows {  // the row axis cut into packs, each rounde
         for (int64_t p = 0; p < a.num_packs; p++) steps += steps_of<T>(a.pack_starts[p + 1] - a.pack_starts[p]);
     }
     // Lays columns [column, column + 16 vectors) of source [rows, width] out, steps and vectors that far apart.
-    void pack(const T* source, int64_t width, int64_t column, int64_t vectors, T* out, int64_t step_stride, int64_t vector_stride) const {
+    void pack(const T* source, int64_t width, int64_t column, int64_t vectors, T* out, int64_t step_stride,
+              int64_t vector_stride) const {
+        constexpr int64_t PER = Storage<T>::PER_STEP;
         for (int64_t p = 0; p < args.num_packs; p++)
-            for (int64_t row = args.pack_starts[p]; row < args.pack_starts[p + 1]; row += Storage<T>::PER_STEP, out += step_stride) {
+            for (int64_t row = args.pack_starts[p]; row < args.pack_starts[p + 1]; row += PER, out += step_stride) {
                 const bool pair = row + 1 < args.pack_starts[p + 1];
                 for (int64_t v = 0; v < vectors; v++) {
                     const int64_t at = column + v * LANES;
@@ -77,15 +79,17 @@ template <typename T> void weight_grad(const WeightGradArgs& args, Team& team) {
     for (int64_t i; (i = team.next(0)) < panels + ceil_div(groups, TOGETHER);) {
         if (i < panels) {
             const int64_t vectors = min_of(PANEL / LANES, ceil_div(args.k - i * PANEL, LANES));
-            rows.pack(static_cast<const T*>(args.x), args.k, i * PANEL, vectors, packed_x + i * panel_elements, PANEL * PER, LANES * PER);
+            T* out = packed_x + i * panel_elements;
+            rows.pack(static_cast<const T*>(args.x), args.k, i * PANEL, vectors, out, PANEL * PER, LANES * PER);
         } else {
             const int64_t g = (i - panels) * TOGETHER;
-            rows.pack(static_cast<const T*>(args.dy), args.n, g * GROUP, min_of(TOGETHER, groups - g), packed_dy + g * group_size,
-                      GROUP * PER, group_size);
+            rows.pack(static_cast<const T*>(args.dy), args.n, g * GROUP, min_of(TOGETHER, groups - g),
+                      packed_dy + g * group_size, GROUP * PER, group_size);
         }
     }
     team.barrier();
-    const int64_t at_once = max_of(1, NEAR / max_of(1, panel_elements * int64_t(sizeof(T)))), runs = ceil_div(panels, at_once);
+    const int64_t at_once = max_of(1, NEAR / max_of(1, panel_elements * int64_t(sizeof(T))));
+    const int64_t runs = ceil_div(panels, at_once);
     for (int64_t i; (i = team.next(1)) < groups * runs;) {
         const int64_t g = i % groups, first = i / groups * at_once, height = min_of(GROUP, args.n - g * GROUP);
         for (int64_t p = first; p < min_of(first + at_once, panels); p++)

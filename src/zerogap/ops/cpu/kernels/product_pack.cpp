@@ -1,4 +1,4 @@
-// Row-major weights to panels and back. FP32 masters are rounded here, once: what stands in panels is the published value.
+// Row-major weights to panels and back. FP32 masters are rounded here, once: panels hold the published value.
 #include "product_tile.h"
 
 namespace zg {
@@ -8,7 +8,9 @@ namespace {
 constexpr int64_t WORDS = 16;  // of the reduced axis, per visit
 
 // `count` elements in the storage dtype, zeros after them up to whole words. Only FP32 to BF16 rounds.
-template <typename T> inline void convert(const T* source, int64_t count, T* out) { memcpy(out, source, count * sizeof(T)); }
+template <typename T> inline void convert(const T* source, int64_t count, T* out) {
+    memcpy(out, source, count * sizeof(T));
+}
 inline void convert(const float* source, int64_t count, bf16* out) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(out + i, load(source + i));
@@ -43,7 +45,8 @@ void pack_transposed(const S* source, int64_t k, int64_t column, int64_t from, i
     for (int64_t row = from; row < to; row += PER) {
         alignas(64) T lines[PER][PANEL] = {};
         for (int64_t e = 0; e < min_of(PER, to - row); e++) convert(source + (row + e) * k + column, count, lines[e]);
-        for (int64_t j = 0; j < PANEL; j += LANES) interleave(lines[0] + j, PANEL, LANES, panel + row * PANEL + j * PER);
+        for (int64_t j = 0; j < PANEL; j += LANES)
+            interleave(lines[0] + j, PANEL, LANES, panel + row * PANEL + j * PER);
     }
 }
 

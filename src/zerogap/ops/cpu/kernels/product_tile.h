@@ -1,8 +1,8 @@
 // The register tile of every matrix product: up to six rows by 64 columns, one FP32 accumulator per element.
 //
 // A *step* advances the reduced axis by what one 256-byte line group of a panel holds: a pair of BF16 elements, or one
-// FP32 element. Each accumulator runs its steps in ascending order with the multiply-add primitive of the backend class,
-// whatever the shape of the tile, so a row's bits do not depend on which rows share its tile.
+// FP32 element. Each accumulator runs its steps in ascending order with the multiply-add primitive of the backend
+// class, whatever the shape of the tile, so a row's bits do not depend on which rows share its tile.
 #pragma once
 #include "product.h"
 
@@ -37,27 +37,33 @@ template <> struct Storage<float> { static constexpr int PER_STEP = 1, TILE_ROWS
 template <> struct Storage<bf16> { static constexpr int PER_STEP = 2, TILE_ROWS = 2; };
 #endif
 template <typename T> static inline int64_t steps_of(int64_t reduce) { return ceil_div(reduce, Storage<T>::PER_STEP); }
-template <typename T> static inline int64_t panel_size(int64_t reduce) { return steps_of<T>(reduce) * Storage<T>::PER_STEP * PANEL; }
+template <typename T> static inline int64_t panel_size(int64_t reduce) {
+    return steps_of<T>(reduce) * Storage<T>::PER_STEP * PANEL;
+}
 
-    static inline void interleave(const float* row, int64_t, int64_t count, float* out) { store(out, load_n(row, count)); }
-    // 16 columns (those from `count` on are zeros) of two rows, element by element side by side; `stride` 0 stands for a second row of zeros.
-    static inline void interleave(const bf16* row, int64_t stride, int64_t count, bf16* out) {
+static inline void interleave(const float* row, int64_t, int64_t count, float* out) {
+    store(out, load_n(row, count));
+}
+// 16 columns (those from `count` on are zeros) of two rows, element by element side by side; `stride` 0 stands for a
+// second row of zeros.
+static inline void interleave(const bf16* row, int64_t stride, int64_t count, bf16* out) {
 #if defined(__AVX512F__)
-        const M16 mask = first_n(count);
-        __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row));
-        __m512i odd = stride ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + stride)) : _mm512_setzero_si512();
-        _mm512_storeu_si512(out, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+    const M16 mask = first_n(count);
+    __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row));
+    __m512i odd = _mm512_setzero_si512();
+if (stride) odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + stride));
+    _mm512_storeu_si512(out, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
 #else
-        if (count >= LANES && stride) {
-            for (int i = 0; i < LANES; i++) { out[2 * i] = row[i]; out[2 * i + 1] = row[stride + i]; }
-            return;
-        }
-        for (int i = 0; i < LANES; i++) {
-            out[2 * i] = i < count ? row[i] : 0;
-            out[2 * i + 1] = i < count && stride ? row[stride + i] : 0;
-        }
-#endif
+    if (count >= LANES && stride) {
+        for (int i = 0; i < LANES; i++) { out[2 * i] = row[i]; out[2 * i + 1] = row[stride + i]; }
+        return;
     }
+    for (int i = 0; i < LANES; i++) {
+        out[2 * i] = i < count ? row[i] : 0;
+        out[2 * i + 1] = i < count && stride ? row[stride + i] : 0;
+    }
+#endif
+}
 
 // Left operand of step s, row m: row-major (stride lda), or packed [steps][GROUP][PER_STEP].
 template <typename T, bool PACKED> static inline const T* left(const T* a, int64_t lda, int64_t s, int m) {
@@ -76,11 +82,13 @@ template <int MR, int NV> static inline void step(F16 (&acc)[MR][NV], const floa
 #if defined(__AVX2__) && !defined(__AVX512BF16__)
 template <bool ODD> static inline __m256 half_of(__m256i pairs) { return ODD ? odd8(pairs) : even8(pairs); }
 // One half of dot_pairs. Its operands are read from memory again in the other half: registers hold accumulators first.
-template <bool ODD, int MR, int NV> static inline void half_step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], const bf16* b) {
+template <bool ODD, int MR, int NV>
+static inline void half_step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], const bf16* b) {
     asm volatile("" : "+r"(b));  // or the compiler keeps the pairs of both halves, and spills accumulators for them
     __m256 y[NV][2];
     for (int v = 0; v < NV; v++)
-        for (int h = 0; h < 2; h++) y[v][h] = half_of<ODD>(_mm256_loadu_si256((const __m256i*)(b + (v * 2 + h) * LANES)));
+        for (int h = 0; h < 2; h++)
+            y[v][h] = half_of<ODD>(_mm256_loadu_si256((const __m256i*)(b + (v * 2 + h) * LANES)));
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
         const bf16* word = a[m];
@@ -144,7 +152,8 @@ static void tile(const T* a, int64_t lda, const T* b, float* c, int64_t reduce, 
 }
 
 template <typename T, bool PACKED, int LINES>
-static inline void any_tile(int rows, const T* a, int64_t lda, const T* b, float* c, int64_t reduce, bool start, const char* ahead) {
+static inline void any_tile(int rows, const T* a, int64_t lda, const T* b, float* c, int64_t reduce, bool start,
+                            const char* ahead) {
     switch (rows) {
         case 1: return tile<T, 1, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);
         case 2: return tile<T, 2, PACKED, LINES>(a, lda, b, c, reduce, start, ahead);

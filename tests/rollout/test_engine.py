@@ -301,7 +301,11 @@ def test_resetting_the_prefix_cache_forgets_prefixes():
         ({"prompts": [PROMPT], "params": [LONG, LONG]}, ConfigError, "one per prompt"),
         ({"prompts": [PROMPT], "keys": []}, ConfigError, "one per prompt"),
         ({"prompts": [PROMPT] * 2, "keys": [SamplingKey()] * 2}, ConfigError, "two samples share it"),
-        ({"prompts": [PROMPT], "keys": [SamplingKey(sample=-1)]}, ConfigError, "sampling key sample"),
+        (
+            {"prompts": [PROMPT] * 9, "keys": [SamplingKey(prompt=i) for i in range(8)] + [SamplingKey(sample=-1)]},
+            ConfigError,
+            "sampling key sample",
+        ),
         ({"prompts": [PROMPT], "num_samples": 0}, ConfigError, "num_samples"),
         ({"prompts": [PROMPT * 100, PROMPT], "params": SamplingParams(max_tokens=13)}, ConfigError, "max_tokens <= 12"),
     ],

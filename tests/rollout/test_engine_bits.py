@@ -186,7 +186,24 @@ def test_logits_do_not_depend_on_chunks_pages_or_cached_prefix(family, numerics)
     warm.generate([ids], SamplingParams(max_tokens=2))
     for first in (0, 1, 64, 100, len(ids) - 1):
         for chunk in (7, 64):
-            assert warm.logits(ids, first, chunk_tokens=chunk).tobytes() == whole[first:].tobytes()
+            with CountRows() as rows:
+                assert warm.logits(ids, first, chunk_tokens=chunk).tobytes() == whole[first:].tobytes()
+            assert rows.count == len(ids) - first // 16 * 16  # shared pages are read, not written again
+
+
+class CountRows:
+    """Rows that went into the model inside the block."""
+
+    def __enter__(self):
+        self.count, self._listening = 0, tap.listen(self._see)
+        self._listening.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._listening.__exit__(*error)
+
+    def _see(self, name, outputs, info):
+        self.count += len(outputs["out"]) if name == "embedding" else 0
 
 
 def test_other_weights_give_other_tokens():

@@ -432,3 +432,15 @@ def test_refusals_name_the_key() -> None:
         kv, table = case.pages()
         with pytest.raises(ConfigError, match=key):
             attention(q, k, v, kv, part_context(case, table, [(0, 0, 4)]), **{**case.sizes, **bad})
+
+
+def test_training_takes_whole_samples_only() -> None:
+    """A chunk that starts inside its sample has no gradient here: asserted, not computed wrongly."""
+    case = Case((20,), 2, 1, 16)
+    q, k, v = (x.requires_grad_() for x in case.rows())
+    kv, table = case.pages()
+    for spans, message in (([(0, 4, 20)], "position 0"), ([(0, 0, 16)], "16")):
+        context = part_context(case, table, spans)
+        rows = 16 if message == "position 0" else 20
+        with pytest.raises(AssertionError, match=message):
+            attention(q[:rows], k[:rows], v[:rows], kv, context, **case.sizes)

@@ -83,7 +83,7 @@ def attention(
     assert num_heads % leaves == 0, f"{leaves} leaves do not divide {num_heads} heads"
     assert (kv.codec.name, kv.codec.num_kv_heads, kv.codec.head_dim) == ("dense", num_kv_heads, head_dim), kv.codec
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        assert context.sample_starts is not None, "training needs sample_starts"
+        _require_whole_samples(context, q.shape[0])
         out = _Attention.apply(q, k, v, kv, context, num_heads, scale, kv_split, leaves)
     else:
         native.kv_write(k, v, kv, context)
@@ -94,6 +94,15 @@ def attention(
         {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "kv_split": kv_split},
     )
     return out
+
+
+def _require_whole_samples(context: ForwardContext, num_rows: int) -> None:
+    """The backward takes the rows between two sample starts for the whole sample."""
+    starts = context.sample_starts
+    assert starts is not None, "training needs sample_starts"
+    assert int(starts[-1]) == num_rows, f"sample_starts end at {int(starts[-1])}, there are {num_rows} rows"
+    first_positions = context.positions[starts[starts < num_rows]]
+    assert not first_positions.any(), f"training samples start at position 0, not {first_positions.tolist()}"
 
 
 class _Attention(torch.autograd.Function):

@@ -488,6 +488,10 @@ def select_trainable(names: Iterable[str], patterns: Sequence[str], num_layers: 
         else:
             hits = set(fnmatch.filter(names, pattern))
         if not hits:
-            raise ConfigError("trainable", pattern, "no tensor of this model matches; names look like model.layers.0.mlp.up_proj.weight")
+            raise ConfigError(
+                "trainable",
+                pattern,
+                "no tensor of this model matches; names look like model.layers.0.mlp.up_proj.weight",
+            )
         chosen |= hits
     return chosen

@@ -1,0 +1,88 @@
+"""`zerogap train`: a run from a recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from zerogap.rl.loop import Run
+
+STOPPED = 130  # exit code after Ctrl-C, as shells have it
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file (see docs/recipe-keys.md).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value words that replace keys.")] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: go on from the newest checkpoint in output_dir, if there is one. PATH: from that checkpoint. "
+            "never: begin anew; what lies in output_dir is replaced."
+        ),
+    ] = "auto",
+) -> None:
+    """Train a model with reinforcement learning, comparing rollout and trainer bit by bit in every step.
+
+    Ctrl-C ends the run after the phase at hand and saves a checkpoint; a second Ctrl-C ends it at once.
+    """
+    from zerogap.config import load_config
+
+    config = load_config(recipe, overrides or [])
+    console = Console(soft_wrap=False)
+    from zerogap.cli.display import RunDisplay
+    from zerogap.rl.loop import Run
+
+    with console.status("reading data and model") if console.is_terminal else contextlib.nullcontext():
+        run = Run(config, resume, RunDisplay(console))
+    train_or_stop(run, console)
+    console.print(f"model   {run.folder.model}", highlight=False)
+    print_summary(run, console)
+
+
+def train_or_stop(run: Run, console: Console) -> None:
+    """Do the run. After Ctrl-C or SIGTERM: a checkpoint, a message, exit code 130."""
+    try:
+        with _stop_signals(run, console):
+            finished = run.train()
+    except KeyboardInterrupt:
+        console.print("[yellow]ended at once[/]: the work since the last checkpoint is lost", highlight=False)
+        raise typer.Exit(STOPPED) from None
+    if not finished:
+        saved = f"checkpoint in {run.folder.checkpoints}" if run.step else "nothing was trained yet"
+        console.print(f"stopped after step {run.step}: {saved}. Go on with the same command (--resume auto)")
+        raise typer.Exit(STOPPED)
+
+
+def print_summary(run: Run, console: Console) -> None:
+    """Where to look after a finished run."""
+    colour = "red" if run.mismatched_tokens else "green"
+    console.print(
+        f"tokens  [{colour}]{run.mismatched_tokens:,} of {run.compared_tokens:,} mismatched[/]", highlight=False
+    )
+    console.print(f"report  {run.folder.report}", highlight=False)
+    console.print(f"audit   zerogap audit {run.folder.path}", highlight=False)
+
+
+@contextlib.contextmanager
+def _stop_signals(run: Run, console: Console) -> Iterator[None]:
+    """The first signal asks the run to stop, the second interrupts it."""
+
+    def handle(number: int, frame: object) -> None:
+        if run.stop_asked:
+            raise KeyboardInterrupt
+        run.ask_to_stop()
+        console.print("[yellow]stopping after this phase; once more to end at once[/]")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""What people see of a run: its facts, one live progress line, a compact line per step; plain lines without a terminal."""
+"""What people see of a run: its facts, a live progress line, a line per step; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunDisplay(Observer):
         self.console = console
         self._live: Progress | None = None
         self._task: TaskID | None = None
-        self._max_steps = self._compared = self._mismatched = 0
+        self._max_steps = self._step = self._compared = self._mismatched = 0
         self._accuracy: float | None = None
         self._times: list[float] = []
         self._phase = ""

@@ -13,6 +13,7 @@ after step N first cuts all of them back to step N.
 
 import json
 import math
+import numbers
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,10 +146,14 @@ def _line(record: Mapping[str, Any]) -> str:
 
 def _finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
-    return value if value is None or isinstance(value, str | int | bool) else str(value)
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)

@@ -42,6 +42,7 @@ def complete(
     Returns:
         [rows][num_samples] texts without special tokens.
     """
+    transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
     ends = model.generation_config.eos_token_id

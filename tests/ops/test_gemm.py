@@ -432,3 +432,16 @@ def test_repeatable_over_runs_and_threads(dtype: torch.dtype) -> None:
         with library.use_threads(threads):
             for one, two in zip(run(), first, strict=True):
                 assert_same_bits(one, two, f"{threads} threads")
+
+
+def test_weight_grad_packs_before_it_reads() -> None:
+    """Many runs on more threads than cores: no thread reads a workspace that another one still fills."""
+    dy, x = hard_values((256, 1500), BF16, seed=1), hard_values((256, 200), BF16, seed=2)
+    starts = torch.tensor([0, 256], dtype=torch.int32)
+    results = []
+    for threads in [1, *[2, 3, 4] * 12]:
+        acc = torch.zeros(1500, 200)
+        with library.use_threads(threads):
+            cpu.weight_grad(dy, x, starts, acc)
+        results.append(acc)
+        assert_same_bits(acc, results[0], f"{threads} threads")

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from tests.bits import assert_same_bits, hard_values
+from tests.bits import assert_same_bits, hard_values, unit_values
 from zerogap.errors import ConfigError
 from zerogap.ops.cpu import gemm, library
 
@@ -74,21 +74,23 @@ def test_alternating_thread_counts() -> None:
 
 def test_many_barriers_with_more_threads_than_cores() -> None:
     """A long recorded list, run with four threads: every command ends before the next one starts."""
-    x, panels = hard_values((8, 64), torch.bfloat16, seed=1), weight(64, 64)
+    x, panels = unit_values((32, 256), torch.bfloat16, seed=1), gemm.allocate_panels(256, 256, torch.bfloat16)
+    gemm.pack(unit_values((256, 256), seed=2) / 16, panels)  # values neither die out nor overflow
 
     def chain(value: torch.Tensor) -> torch.Tensor:
         for _ in range(200):
-            (value,) = gemm.product([gemm.Segment(value, panels, 64)], "concatenate")
+            (value,) = gemm.product([gemm.Segment(value, panels, 256)], "concatenate")
         return value
 
     with library.use_threads(1):
         expected = chain(x)
+    assert expected.isfinite().all() and expected.unique().numel() > 1000
     with library.record(rows=(x,)) as program:
         out = chain(x)
-    for threads in (4, 2, 4, 1):
+    for threads in (4, 2, 4, 1, 2, 3, 2, 2):
         out.zero_()
         with library.use_threads(threads):
-            program.run(rows=8)
+            program.run(rows=32)
         assert_same_bits(out, expected, f"{threads} threads")
 
 

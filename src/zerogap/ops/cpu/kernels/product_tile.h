@@ -51,7 +51,7 @@ static inline void interleave(const bf16* row, int64_t stride, int64_t count, bf
     const M16 mask = first_n(count);
     __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row));
     __m512i odd = _mm512_setzero_si512();
-if (stride) odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + stride));
+    if (stride) odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + stride));
     _mm512_storeu_si512(out, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
 #else
     if (count >= LANES && stride) {

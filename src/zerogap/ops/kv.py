@@ -8,6 +8,7 @@ cannot change a bit. Nothing is rounded: the step that writes and every later on
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from zerogap.errors import ConfigError
@@ -40,13 +41,19 @@ class DenseCodec:
     def allocate(self, num_pages: int, page_size: int) -> LayerKV:
         """Zeroed pages for one layer: keys and values [num_pages, num_kv_heads, page_size * head_dim].
 
+        Memory is taken from the system when a page is first written.
+
         Raises:
             ConfigError: a page size that is not a positive multiple of 16.
         """
         require_page_size(page_size)
         shape = (num_pages, self.num_kv_heads, page_size * self.head_dim)
-        dtype = TORCH_DTYPES[self.storage]
-        return LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), self)
+        return LayerKV(self._zeros(shape), self._zeros(shape), self)
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        # numpy asks for zeroed pages of the system and touches none; torch.zeros would write them all
+        integer = {2: np.int16, 4: np.int32}[self.storage.nbytes]
+        return torch.from_numpy(np.zeros(shape, integer)).view(TORCH_DTYPES[self.storage])
 
 
 def require_page_size(page_size: int) -> None:

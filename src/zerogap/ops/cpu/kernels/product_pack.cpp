@@ -17,6 +17,37 @@ inline void convert(const float* source, int64_t count, bf16* out) {
     if (i < count) store_n(out + i, load_n(source + i, count - i), count - i);
 }
 
+// out[s * PANEL + j] = words[j][s] for `steps` of the 16 columns s.
+inline void turn(const uint32_t (&words)[LANES][WORDS], int64_t steps, uint32_t* out) {
+#if defined(__AVX512F__)
+    __m512i r[16], t[16], u[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_load_si512(words[i]);
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)  // lane L of u[i + c] is now column 4 L + c of rows i .. i + 3
+        for (int h = 0; h < 2; h++) {
+            u[i + 2 * h] = _mm512_unpacklo_epi64(t[i + h], t[i + h + 2]);
+            u[i + 2 * h + 1] = _mm512_unpackhi_epi64(t[i + h], t[i + h + 2]);
+        }
+    for (int c = 0; c < 4; c++) {
+        const __m512i even_low = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88);
+        const __m512i even_high = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xdd);
+        const __m512i odd_high = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xdd);
+        r[c] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+        r[4 + c] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+        r[8 + c] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+        r[12 + c] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+    }
+    for (int64_t s = 0; s < steps; s++) _mm512_storeu_si512(out + s * PANEL, r[s]);
+#else
+    for (int64_t s = 0; s < steps; s++)
+        for (int64_t j = 0; j < LANES; j++) out[s * PANEL + j] = words[j][s];
+#endif
+}
+
 // Rows [row, row + 64) of source [rows, k] into one panel: 16 x 16 words are turned at a time.
 template <typename S, typename T> void pack_forward(const S* source, int64_t rows, int64_t k, int64_t row, T* panel) {
     constexpr int64_t PER = Storage<T>::PER_STEP, SPAN = WORDS * PER;
@@ -24,16 +55,13 @@ template <typename S, typename T> void pack_forward(const S* source, int64_t row
     for (int64_t from = 0; from < k; from += SPAN)
         for (int64_t first = 0; first < PANEL; first += LANES) {
             alignas(64) uint32_t words[LANES][WORDS];
-            const int64_t count = min_of(SPAN, k - from), steps = steps_of<T>(count);
+            const int64_t count = min_of(SPAN, k - from);
             for (int64_t j = 0; j < LANES; j++) {
                 T* line = reinterpret_cast<T*>(words[j]);
                 if (row + first + j >= rows || count < SPAN) memset(line, 0, sizeof(words[j]));
                 if (row + first + j < rows) convert(source + (row + first + j) * k + from, count, line);
             }
-            for (int64_t s = 0; s < steps; s++) {
-                uint32_t* line = out + (from / PER + s) * PANEL + first;
-                for (int64_t j = 0; j < LANES; j++) line[j] = words[j][s];
-            }
+            turn(words, steps_of<T>(count), out + from / PER * PANEL + first);
         }
 }
 
@@ -53,15 +81,13 @@ void pack_transposed(const S* source, int64_t k, int64_t column, int64_t from, i
 template <typename S, typename T> void pack(const PackArgs& args, Team& team) {
     const S* source = static_cast<const S*>(args.source);
     const int64_t rows = args.rows, k = args.k, down = ceil_div(rows, PANEL), across = ceil_div(k, PANEL);
-    if (args.panels)
-        for (int64_t i; (i = team.next(0)) < down;)
-            pack_forward(source, rows, k, i * PANEL, static_cast<T*>(args.panels) + i * panel_size<T>(k));
-    if (args.transposed)
-        for (int64_t i; (i = team.next(1)) < down * across;) {
-            const int64_t from = i / across * PANEL, p = i % across;
-            pack_transposed(source, k, p * PANEL, from, min_of(from + PANEL, rows),
-                            static_cast<T*>(args.transposed) + p * panel_size<T>(rows));
-        }
+    for (int64_t i; (i = team.next(0)) < down;) {  // 64 rows of the source, read from memory once
+        const int64_t from = i * PANEL, to = min_of(from + PANEL, rows);
+        if (args.panels) pack_forward(source, rows, k, from, static_cast<T*>(args.panels) + i * panel_size<T>(k));
+        if (!args.transposed) continue;
+        for (int64_t p = 0; p < across; p++)
+            pack_transposed(source, k, p * PANEL, from, to, static_cast<T*>(args.transposed) + p * panel_size<T>(rows));
+    }
 }
 
 template <typename T> void unpack(const UnpackArgs& args, Team& team) {

@@ -6,6 +6,7 @@ changed, and nothing here re-encodes decoded text. Clean-up of spaces is off: de
 tokenizer itself is lossless.
 """
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ class Tokenizer:
             clean_up_tokenization_spaces=False,
         )
 
-    @property
+    @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out."""
         return frozenset(self.backend.all_special_ids) | {

@@ -97,9 +97,10 @@ class RunDisplay(Observer):
         accuracy = "" if self._accuracy is None else f"  held-out {self._accuracy:.3f}"
         self.console.print(
             f"step {self._step:>{width}}/{self._max_steps}  reward {record.get('reward', float('nan')):.3f}{accuracy}  "
-            f"length {record['completions/mean_length']:5.1f}  mismatched [{colour}]{mismatched} of {compared:,}[/]  "
-            f"{record['tokens_per_second']:5,.0f} tokens/s  {record['step_time']:.1f} s  left {as_time(self._left())}",
+            f"length {record['completions/mean_length']:.1f}  mismatched [{colour}]{mismatched}[/] of {compared:,}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  {record['step_time']:.1f} s  left {as_time(self._left())}",
             highlight=False,
+            soft_wrap=True,
         )
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=self._step)

@@ -1,0 +1,73 @@
+"""The command line: instant help without torch, errors with key and mend, exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from zerogap.cli import app, main
+from zerogap.cli.audit import parse_steps
+from zerogap.cli.demo import Task, demo_recipe
+from zerogap.cli.display import as_time
+from zerogap.config import load_config
+from zerogap.errors import ConfigError, ParityError
+
+COMMANDS = ("demo", "train", "audit", "verify", "generate", "export")
+
+
+def test_help_names_every_command_and_imports_no_torch():
+    code = (
+        "import sys; sys.argv = ['zerogap', '--help']\n"
+        "from zerogap.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name):
+    done = CliRunner().invoke(app, [name, "--help"])
+    assert done.exit_code == 0
+    assert "Usage" in done.output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("a.b", 3, "choose [1, 2]"), 2), (ParityError("7 of 9 log-probs differ"), 1)]
+)
+def test_deliberate_errors_end_with_their_message(error, code, monkeypatch, capsys):
+    def fail(*_args, **_words):
+        raise error
+
+    monkeypatch.setattr("zerogap.config.load_config", fail)
+    monkeypatch.setattr("sys.argv", ["zerogap", "train", "recipe.yaml"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert f"{type(error).__name__}: {error}" in capsys.readouterr().err
+
+
+def test_steps_of_an_audit():
+    assert parse_steps("1,4, 10-12") == [1, 4, 10, 11, 12]
+    for text in ("", "a", "1-", "-3", "1,,2"):
+        with pytest.raises(ConfigError, match=r"1,4,10-12"):
+            parse_steps(text)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1:00 min"), (365, "6:05 min"), (7800, "2:10 h")])
+def test_times(seconds, text):
+    assert as_time(seconds) == text
+
+
+@pytest.mark.parametrize("task", list(Task))
+def test_the_demo_is_the_recipe_of_its_task(task):
+    """A reader who trains the recipe gets the demo's run; only folder, length and what is looked at may differ."""
+    recipe = load_config(f"recipes/smollm2-{task.value.replace('_', '-')}.yaml").model_dump()
+    demo = load_config(demo_recipe(task, recipe["optimizer"]["max_steps"], recipe["output_dir"])).model_dump()
+    for section in ("logging", "eval", "data"):
+        demo.pop(section), recipe.pop(section)
+    assert demo == recipe

@@ -9,7 +9,7 @@ namespace zg {
 namespace {
 
 constexpr int64_t BLOCK_ROWS = 96;     // rows of an item: their slice of x stays in the second-level cache
-constexpr int64_t LOW_ROWS = 6;        // blocks are not cut lower than this for the threads' sake
+constexpr int64_t LOW_ROWS = 16;       // blocks are not cut lower than this for the threads' sake: each reads the panel anew
 constexpr int64_t CHUNK_STEPS = 1024;  // steps per visit of a panel: 256 KB, so that it stays there too
 
 struct Item {
@@ -69,11 +69,9 @@ template <typename T> struct Worker {
         const ProductSegment& s = plan.args.segment[segment];
         constexpr int64_t PER = Storage<T>::PER_STEP;
         const int64_t tiles = ceil_div(item.rows, int64_t(Storage<T>::TILE_ROWS));
-        // Lines to prefetch per step, so that all tiles together cover the next panel.
-        const int64_t lines = tiles == 1 ? 4 : tiles < 4 ? 2 : 1;
         if (from == to && start) { zero_block(c); return; }
         for (int64_t k = from; k < to; k += CHUNK_STEPS * PER) {
-            const int64_t end = min_of(to, k + CHUNK_STEPS * PER), bytes = steps_of<T>(end - k) * 256;
+            const int64_t end = min_of(to, k + CHUNK_STEPS * PER);
             const T* x = static_cast<const T*>(s.x) + item.row * s.reduce + k;
             const T* b = panel(item, segment) + k * PANEL;
             // In CONCATENATE the next item may lie in another segment; its panels are then shorter or longer.
@@ -84,15 +82,17 @@ template <typename T> struct Worker {
                 far = reinterpret_cast<const char*>(panel(next, ahead_segment) + k * PANEL);
             int64_t row = 0;
             for (int64_t t = 0; t < tiles; t++) {
-                const int64_t rows = ceil_div(item.rows - row, tiles - t), done = t * lines * steps_of<T>(end - k) * 64;
-                const char* p = far && done < bytes ? far + done : nullptr;
+                const int64_t rows = ceil_div(item.rows - row, tiles - t);
+                // The next panel has four lines per step; all tiles together prefetch them, as evenly as may be.
+                const int64_t done = 4 * t / tiles, lines = far ? 4 * (t + 1) / tiles - done : 0;
+                const char* p = far + done * steps_of<T>(end - k) * 64;
                 const T* a = x + row * s.reduce;
                 float* out = c + row * PANEL;
-                bool fresh = start && k == from;
-                if (!p) any_tile<T, false, 0>(rows, a, s.reduce, b, out, end - k, fresh, nullptr);
-                else if (lines == 4) any_tile<T, false, 4>(rows, a, s.reduce, b, out, end - k, fresh, p);
+                const bool fresh = start && k == from;
+                if (lines == 0) any_tile<T, false, 0>(rows, a, s.reduce, b, out, end - k, fresh, nullptr);
+                else if (lines == 1) any_tile<T, false, 1>(rows, a, s.reduce, b, out, end - k, fresh, p);
                 else if (lines == 2) any_tile<T, false, 2>(rows, a, s.reduce, b, out, end - k, fresh, p);
-                else any_tile<T, false, 1>(rows, a, s.reduce, b, out, end - k, fresh, p);
+                else any_tile<T, false, 4>(rows, a, s.reduce, b, out, end - k, fresh, p);
                 row += rows;
             }
         }

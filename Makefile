@@ -64,7 +64,8 @@ native:
 		$(shell command -v ninja >/dev/null && echo -G Ninja) \
 		$(shell command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 	cmake --build build/native --parallel 2
-	cp build/native/libzerogap_*.so src/zerogap/ops/cpu/
+	@# install replaces the files: writing into a library that a running process has mapped would break that process
+	install -m 755 build/native/libzerogap_*.so src/zerogap/ops/cpu/
 
 clean:
 	rm -rf $(VENV) build

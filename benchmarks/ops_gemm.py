@@ -119,10 +119,10 @@ def main() -> None:
         for name, make in cases():
             ours, theirs, work = make()
             mine, other, ratio = interleaved(ours, theirs, rounds)
-            speeds = {"gflops": work / mine / 1e9, "torch_gflops": work / other / 1e9, "ratio": ratio}
+            speeds = {"zerogap_gflops": work / mine / 1e9, "torch_gflops": work / other / 1e9, "ratio": ratio}
             results.append({"what": name, **speeds})
             print(
-                f"{name:42s} ours {speeds['gflops']:6.0f} GF/s   torch {speeds['torch_gflops']:6.0f} GF/s"
+                f"{name:42s} zerogap {speeds['zerogap_gflops']:6.0f} GF/s   torch {speeds['torch_gflops']:6.0f} GF/s"
                 f"   ratio {ratio:.2f}",
                 flush=True,
             )

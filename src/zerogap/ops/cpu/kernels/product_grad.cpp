@@ -32,41 +32,51 @@ template <typename T> struct Rows {  // the row axis cut into packs, each rounde
     }
 };
 
-// acc[rows n.., columns k..] of one tile += every block's sum, ascending.
+// acc[MR rows, `count` columns of a panel] += one block's sum over `steps`.
 template <typename T, int MR>
-void accumulate(const Rows<T>& rows, const T* left_rows, const T* panel, float* acc, int64_t k, int64_t count) {
-    constexpr int64_t PER = Storage<T>::PER_STEP;
+void accumulate(const T* left_rows, const T* panel, int64_t steps, float* acc, int64_t k, int64_t count) {
+    const int64_t reduce = steps * Storage<T>::PER_STEP;
+    if (count >= PANEL) return tile<T, MR, true, 0, ADD>(left_rows, 0, panel, acc, reduce, true, nullptr, k);
     alignas(64) float sum[MR * PANEL];
-    for (int64_t p = 0; p < rows.args.num_packs; p++) {
-        for (int64_t row = rows.args.pack_starts[p]; row < rows.args.pack_starts[p + 1]; row += BLOCK) {
-            const int64_t steps = steps_of<T>(min_of(BLOCK, rows.args.pack_starts[p + 1] - row));
-            tile<T, MR, true, 0>(left_rows, 0, panel, sum, steps * PER, true, nullptr);
-            for (int m = 0; m < MR; m++)
-                for (int64_t j = 0; j < min_of(count, PANEL); j += LANES) {
-                    float* at = acc + m * k + j;
-                    store_n(at, load_n(at, count - j) + load(sum + m * PANEL + j), count - j);
-                }
-            left_rows += steps * GROUP * PER;
-            panel += steps * PANEL * PER;
-        }
-    }
+    tile<T, MR, true, 0>(left_rows, 0, panel, sum, reduce, true, nullptr);
+    for (int m = 0; m < MR; m++, acc += k)
+        for (int64_t j = 0; j < count; j += LANES)
+            store_n(acc + j, load_n(acc + j, count - j) + load(sum + m * PANEL + j), count - j);
 }
 
 template <typename T>
-void accumulate_any(int height, const Rows<T>& rows, const T* a, const T* b, float* acc, int64_t k, int64_t count) {
+void accumulate_any(int height, const T* a, const T* b, int64_t steps, float* acc, int64_t k, int64_t count) {
     switch (height) {
-        case 1: return accumulate<T, 1>(rows, a, b, acc, k, count);
-        case 2: return accumulate<T, 2>(rows, a, b, acc, k, count);
+        case 1: return accumulate<T, 1>(a, b, steps, acc, k, count);
+        case 2: return accumulate<T, 2>(a, b, steps, acc, k, count);
     }
     if constexpr (Storage<T>::TILE_ROWS >= 4) switch (height) {
-        case 3: return accumulate<T, 3>(rows, a, b, acc, k, count);
-        case 4: return accumulate<T, 4>(rows, a, b, acc, k, count);
+        case 3: return accumulate<T, 3>(a, b, steps, acc, k, count);
+        case 4: return accumulate<T, 4>(a, b, steps, acc, k, count);
     }
     if constexpr (Storage<T>::TILE_ROWS >= 6) switch (height) {
-        case 5: return accumulate<T, 5>(rows, a, b, acc, k, count);
-        case 6: return accumulate<T, 6>(rows, a, b, acc, k, count);
+        case 5: return accumulate<T, 5>(a, b, steps, acc, k, count);
+        case 6: return accumulate<T, 6>(a, b, steps, acc, k, count);
     }
     __builtin_trap();
+}
+
+// Up to 16 rows of acc, one panel of columns: block after block, so that a block's slices serve all tiles from cache.
+template <typename T>
+void accumulate_group(const Rows<T>& rows, int64_t height, const T* a, const T* b, float* acc, int64_t k, int64_t count) {
+    constexpr int64_t PER = Storage<T>::PER_STEP, TILE = Storage<T>::TILE_ROWS;
+    for (int64_t p = 0; p < rows.args.num_packs; p++) {
+        const int64_t end = rows.args.pack_starts[p + 1];
+        for (int64_t row = rows.args.pack_starts[p]; row < end; row += BLOCK) {
+            const int64_t steps = steps_of<T>(min_of(BLOCK, end - row));
+            for (int64_t m = 0, tiles = ceil_div(height, TILE), mr; tiles; tiles--, m += mr) {
+                mr = ceil_div(height - m, tiles);
+                accumulate_any<T>(int(mr), a + m * PER, b, steps, acc + m * k, k, count);
+            }
+            a += steps * GROUP * PER;
+            b += steps * PANEL * PER;
+        }
+    }
 }
 
 template <typename T> void weight_grad(const WeightGradArgs& args, Team& team) {
@@ -93,12 +103,8 @@ template <typename T> void weight_grad(const WeightGradArgs& args, Team& team) {
     for (int64_t i; (i = team.next(1)) < groups * runs;) {
         const int64_t g = i % groups, first = i / groups * at_once, height = min_of(GROUP, args.n - g * GROUP);
         for (int64_t p = first; p < min_of(first + at_once, panels); p++)
-            for (int64_t m = 0, tiles = ceil_div(height, int64_t(Storage<T>::TILE_ROWS)); tiles; tiles--) {
-                const int64_t mr = ceil_div(height - m, tiles);
-                accumulate_any<T>(int(mr), rows, packed_dy + g * group_size + m * PER, packed_x + p * panel_elements,
-                                  args.acc + (g * GROUP + m) * args.k + p * PANEL, args.k, args.k - p * PANEL);
-                m += mr;
-            }
+            accumulate_group<T>(rows, height, packed_dy + g * group_size, packed_x + p * panel_elements,
+                                args.acc + g * GROUP * args.k + p * PANEL, args.k, args.k - p * PANEL);
     }
 }
 

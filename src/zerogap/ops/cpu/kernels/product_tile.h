@@ -118,17 +118,24 @@ template <int LINES> static inline void prefetch_lines(const char* ahead, int64_
     for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (s * LINES + i) * 64, 0, 2);
 }
 
-// c[MR][PANEL] (or from +0, where `start`) += `reduce` elements of MR rows of a times a panel's slice b. An odd BF16
-// tail of a row-major left operand pairs with a zero. LINES cache lines of `ahead` are prefetched per step.
-template <typename T, int MR, bool PACKED, int LINES>
-static void tile(const T* a, int64_t lda, const T* b, float* c, int64_t reduce, bool start, const char* ahead) {
+// How a tile's accumulators begin and end.
+enum TileMode {
+    CONTINUE,  // from +0 where `start`, else from c; stored to c [MR][PANEL]
+    ADD,       // from +0; the finished sums are added to c, rows `ldc` apart
+};
+
+// `reduce` elements of MR rows of a times a panel's slice b. An odd BF16 tail of a row-major left operand pairs with a
+// zero. LINES cache lines of `ahead` are prefetched per step.
+template <typename T, int MR, bool PACKED, int LINES, TileMode MODE = CONTINUE>
+static void tile(const T* a, int64_t lda, const T* b, float* c, int64_t reduce, bool start, const char* ahead,
+                 int64_t ldc = PANEL) {
     constexpr int NV = tile_vectors(MR), PER = Storage<T>::PER_STEP;
-    const int64_t whole = reduce / PER;
+    const int64_t whole = reduce / PER, stride = MODE == ADD ? ldc : PANEL;
     for (int first = 0; first < PANEL / LANES; first += NV) {
         F16 acc[MR][NV];
         float* out = c + first * LANES;
         for (int m = 0; m < MR; m++)
-            for (int v = 0; v < NV; v++) acc[m][v] = start ? zero() : load(out + m * PANEL + v * LANES);
+            for (int v = 0; v < NV; v++) acc[m][v] = MODE == ADD || start ? zero() : load(out + m * PANEL + v * LANES);
         const T* line = b + first * LANES * PER;
         for (int64_t s = 0; s < whole; s++, line += PANEL * PER) {
             if (LINES && first == 0) prefetch_lines<LINES>(ahead, s);
@@ -136,7 +143,7 @@ static void tile(const T* a, int64_t lda, const T* b, float* c, int64_t reduce, 
             for (int m = 0; m < MR; m++) x[m] = left<T, PACKED>(a, lda, s, m);
             step<MR, NV>(acc, x, line);
         }
-        if (whole * PER < reduce) {
+        if (!PACKED && whole * PER < reduce) {
             T last[MR][2];
             const T* x[MR];
             for (int m = 0; m < MR; m++) {
@@ -147,7 +154,10 @@ static void tile(const T* a, int64_t lda, const T* b, float* c, int64_t reduce, 
             step<MR, NV>(acc, x, line);
         }
         for (int m = 0; m < MR; m++)
-            for (int v = 0; v < NV; v++) store(out + m * PANEL + v * LANES, acc[m][v]);
+            for (int v = 0; v < NV; v++) {
+                float* at = out + m * stride + v * LANES;
+                store(at, MODE == ADD ? load(at) + acc[m][v] : acc[m][v]);
+            }
     }
 }
 

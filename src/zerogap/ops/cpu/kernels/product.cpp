@@ -9,7 +9,7 @@ namespace zg {
 namespace {
 
 constexpr int64_t BLOCK_ROWS = 96;     // rows of an item: their slice of x stays in the second-level cache
-constexpr int64_t LOW_ROWS = 16;       // blocks are not cut lower than this for the threads' sake: each reads the panel anew
+constexpr int64_t LOW_ROWS = 16;       // no lower block for the threads' sake: each reads the panel anew
 constexpr int64_t CHUNK_STEPS = 1024;  // steps per visit of a panel: 256 KB, so that it stays there too
 
 struct Item {

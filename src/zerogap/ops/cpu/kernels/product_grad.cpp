@@ -63,7 +63,8 @@ void accumulate_any(int height, const T* a, const T* b, int64_t steps, float* ac
 
 // Up to 16 rows of acc, one panel of columns: block after block, so that a block's slices serve all tiles from cache.
 template <typename T>
-void accumulate_group(const Rows<T>& rows, int64_t height, const T* a, const T* b, float* acc, int64_t k, int64_t count) {
+void accumulate_group(const Rows<T>& rows, int64_t height, const T* a, const T* b, float* acc, int64_t k,
+                      int64_t count) {
     constexpr int64_t PER = Storage<T>::PER_STEP, TILE = Storage<T>::TILE_ROWS;
     for (int64_t p = 0; p < rows.args.num_packs; p++) {
         const int64_t end = rows.args.pack_starts[p + 1];

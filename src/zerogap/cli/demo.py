@@ -38,7 +38,7 @@ class Task(StrEnum):
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Steps of training.")] = 16,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of training.")] = 14,
     task: Annotated[Task, typer.Option(help="What the model learns.")] = Task.multiplication,
     output: Annotated[Path, typer.Option(help="The run's folder; an earlier one there is replaced.")] = Path(
         "runs/demo"
@@ -77,7 +77,7 @@ def demo_recipe(task: Task, steps: int, output: str) -> dict[str, Any]:
             "max_completion_length": 24,
             "kv_cache_memory": 0.25,
         },
-        "optimizer": {"max_steps": steps, "learning_rate": 2e-5, "max_grad_norm": 1.0},
+        "optimizer": {"max_steps": steps, "learning_rate": 5e-5, "max_grad_norm": 1.0},
         "eval": {
             "every": max(1, steps // 4),
             "num_prompts": 24,

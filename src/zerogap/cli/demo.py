@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from zerogap.rl.data import Row
     from zerogap.rl.loop import Run
-    from zerogap.types import Sample
 
 SAMPLES = 4  # held-out completions per prompt at temperature 1
 SCORE_SEED = 2026
@@ -38,7 +37,7 @@ class Task(StrEnum):
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Steps of training.")] = 14,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of training.")] = 12,
     task: Annotated[Task, typer.Option(help="What the model learns.")] = Task.multiplication,
     output: Annotated[Path, typer.Option(help="The run's folder; an earlier one there is replaced.")] = Path(
         "runs/demo"
@@ -77,7 +76,7 @@ def demo_recipe(task: Task, steps: int, output: str) -> dict[str, Any]:
             "max_completion_length": 24,
             "kv_cache_memory": 0.25,
         },
-        "optimizer": {"max_steps": steps, "learning_rate": 5e-5, "max_grad_norm": 1.0},
+        "optimizer": {"max_steps": steps, "learning_rate": 5e-5, "lr_scheduler_type": "linear"},
         "eval": {
             "every": max(1, steps // 4),
             "num_prompts": 24,
@@ -91,25 +90,29 @@ def demo_recipe(task: Task, steps: int, output: str) -> dict[str, Any]:
 
 def estimate(run: Run) -> float:
     """Seconds of one step here, from a rollout and a training pass over a quarter of a step. Nothing is changed."""
+    rollout = run.config.rollout
+    prompts = max(1, rollout.prompts_per_step // 4)
+    _probe(run, 1, 2)  # what only the first pass costs
+    seconds = _probe(run, prompts, rollout.num_generations)
+    state = run.trainer.state()
+    run.trainer.load_state(state["tensors"], state["updates"], state["version"])  # drops the gradient
+    return seconds * rollout.prompts_per_step / prompts
+
+
+def _probe(run: Run, num_prompts: int, size: int) -> float:
+    """Seconds of a rollout and a training pass of some groups of that size."""
     from zerogap.rl import setup
     from zerogap.rl.advantage import build_batch, group_advantages
     from zerogap.types import SamplingKey
 
-    rollout = run.config.rollout
-    prompts = max(1, rollout.prompts_per_step // 4)
-    ids = [prompt.ids for prompt in run.prompts[:prompts]]
-    keys = [SamplingKey(run.config.seed, 0, slot) for slot in range(prompts)]
+    ids = [prompt.ids for prompt in run.prompts[:num_prompts]]
+    keys = [SamplingKey(run.config.seed, 0, slot) for slot in range(num_prompts)]
     began = time.perf_counter()
-    samples: list[Sample] = run.engine.generate(
-        ids, setup.sampling_params(run.config), keys, num_samples=rollout.num_generations
-    )
-    groups = [i // rollout.num_generations for i in range(len(samples))]
-    advantages = group_advantages([float(i % 2) for i in range(len(samples))], groups, "none")
+    samples = run.engine.generate(ids, setup.sampling_params(run.config), keys, num_samples=size)
+    rewards = [float(i % 2) for i in range(len(samples))]
+    advantages = group_advantages(rewards, [i // size for i in range(len(samples))], "none")
     run.trainer.forward_backward(build_batch(samples, advantages, False), run.loss)
-    seconds = time.perf_counter() - began
-    state = run.trainer.state()
-    run.trainer.load_state(state["tensors"], state["updates"], state["version"])  # drops the gradient
-    return seconds * rollout.prompts_per_step / prompts
+    return time.perf_counter() - began
 
 
 def score_folder(console: Console, run: Run, when: str) -> dict[str, float]:

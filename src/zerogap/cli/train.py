@@ -35,14 +35,14 @@ def train(
     from zerogap.config import load_config
 
     config = load_config(recipe, overrides or [])
-    console = Console(soft_wrap=False)
+    console = Console()
     from zerogap.cli.display import RunDisplay
     from zerogap.rl.loop import Run
 
     with console.status("reading data and model") if console.is_terminal else contextlib.nullcontext():
         run = Run(config, resume, RunDisplay(console))
     train_or_stop(run, console)
-    console.print(f"model   {run.folder.model}", highlight=False)
+    console.print(f"model   {run.folder.model}", highlight=False, soft_wrap=True)
     print_summary(run, console)
 
 
@@ -56,7 +56,8 @@ def train_or_stop(run: Run, console: Console) -> None:
         raise typer.Exit(STOPPED) from None
     if not finished:
         saved = f"checkpoint in {run.folder.checkpoints}" if run.step else "nothing was trained yet"
-        console.print(f"stopped after step {run.step}: {saved}. Go on with the same command (--resume auto)")
+        console.print(f"stopped after step {run.step}: {saved}", highlight=False, soft_wrap=True)
+        console.print(f"go on   zerogap train {run.folder.config_file}", highlight=False, soft_wrap=True)
         raise typer.Exit(STOPPED)
 
 
@@ -66,8 +67,8 @@ def print_summary(run: Run, console: Console) -> None:
     console.print(
         f"tokens  [{colour}]{run.mismatched_tokens:,} of {run.compared_tokens:,} mismatched[/]", highlight=False
     )
-    console.print(f"report  {run.folder.report}", highlight=False)
-    console.print(f"audit   zerogap audit {run.folder.path}", highlight=False)
+    console.print(f"report  {run.folder.report}", highlight=False, soft_wrap=True)
+    console.print(f"audit   zerogap audit {run.folder.path}", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

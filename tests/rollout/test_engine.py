@@ -1,19 +1,22 @@
 """What a caller sees of the engine: how completions end, keys, weight updates, limits, streams, statistics."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
 
 from tests.bits import assert_same_bits
-from tests.rollout.tiny_models import POSITIONS, VOCAB, assert_same_samples, build, engine, shared
+from tests.rollout.tiny_models import POSITIONS, VOCAB, assert_same_samples, build, engine, shared, tiny_spec
 from zerogap.errors import CapacityError, ConfigError, ContractError, NonFiniteError
 from zerogap.models.decoder import Decoder
 from zerogap.numerics import preset
 from zerogap.ops import sampling, tap
 from zerogap.rollout.engine import Engine
 from zerogap.types import SamplingKey, SamplingParams
+from zerogap.weights import open_model
+from zerogap.weights.random_model import write_random_model
 
 PROMPT = [5, 80, 200, 13, 44]
 LONG = SamplingParams(max_tokens=40, stop_token_ids=())
@@ -56,15 +59,26 @@ def test_a_stop_id_ends_a_completion_and_keeps_its_own_log_prob(place):
     assert sample.logprobs.tobytes() == free.logprobs[: first + 1].tobytes()
 
 
-def test_each_of_several_end_ids_of_the_model_ends_a_completion():
-    samples = engine(shared()).generate([PROMPT], SamplingParams(max_tokens=400, temperature=1.5), num_samples=24)
-    ends = {int(s.completion_ids[-1]) for s in samples if s.finish_reason == "stop"}
-    assert len(ends) >= 2
-    assert ends <= {2, 7, 9}
-    for sample in samples:
-        assert not set(sample.completion_ids[:-1].tolist()) & {2, 7, 9}
-        if sample.finish_reason == "length":
-            assert len(sample.completion_ids) == 400
+@pytest.mark.parametrize("pad", [None, 2, 9])
+def test_each_of_several_end_ids_ends_a_completion_and_keeps_its_own_log_prob(pad):
+    """Also where the padding id is one of them: nothing is ever padded, so it has no other meaning."""
+    ending = engine(build(pad_token_id=pad))
+    params, prompt = SamplingParams(max_tokens=200, temperature=1.5), [*PROMPT, 2, 9]
+    free = ending.generate([prompt], dataclasses.replace(params, stop_token_ids=()), num_samples=24)
+    ends = []
+    for whole, sample in zip(free, ending.generate([prompt], params, num_samples=24), strict=True):
+        places = [i for i, token in enumerate(whole.completion_ids.tolist()) if token in (2, 7, 9)]
+        length = places[0] + 1 if places else 200
+        assert sample.finish_reason == ("stop" if places else "length")
+        assert sample.completion_ids.tolist() == whole.completion_ids[:length].tolist()
+        assert sample.logprobs.tobytes() == whole.logprobs[:length].tobytes()
+        if places:
+            row = ending.logits([*prompt, *sample.completion_ids], len(prompt) + length - 2)[0].astype(np.float64) / 1.5
+            ends.append((int(sample.completion_ids[-1]), float(sample.logprobs[-1])))
+            # FP32 rounding of z / T, distance and log at magnitudes below 16, and a sum of 320 terms.
+            assert abs(ends[-1][1] - (row[ends[-1][0]] - row.max() - np.log(np.exp(row - row.max()).sum()))) < 2.0**-16
+    assert {token for token, _ in ends} == {2, 7, 9}
+    assert min(logprob for _, logprob in ends) < np.log(0.01) < max(logprob for _, logprob in ends)
 
 
 def test_a_stop_id_that_is_the_last_allowed_token_counts_as_stop():
@@ -102,6 +116,25 @@ def test_text_and_messages_are_prompts_too():
     )
     assert_same_samples([as_text, as_chat], [as_ids, as_ids])
     assert as_text.text == Letters().decode(as_text.completion_ids)
+
+
+class OneText(Letters):
+    """A tokenizer of which every id is a part of a character, and so the same text."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "\N{REPLACEMENT CHARACTER}" * len(ids)
+
+
+def test_ids_of_equal_text_are_told_apart():
+    params = dataclasses.replace(LONG, temperature=1.5)
+    (silent,) = engine(shared()).generate([PROMPT], params)
+    speaking = engine(shared(), tokenizer=OneText())
+    (sample,) = speaking.generate([PROMPT], params)
+    assert_same_samples([sample], [silent])
+    assert set(sample.text) == {"\N{REPLACEMENT CHARACTER}"}
+    events = list(speaking.stream([PROMPT], params))
+    assert [(e.token, e.logprob) for e in events] == list(zip(silent.completion_ids, silent.logprobs, strict=True))
+    assert len({e.token for e in events}) > 10
 
 
 # ---- sampling
@@ -176,14 +209,20 @@ def test_a_drawn_token_outside_the_most_likely_ones_has_its_own_log_prob():
     assert np.abs(sample.logprobs - expected).max() < 2.0**-16
 
 
-def test_sampling_defaults_of_a_model_folder_have_no_way_in():
-    assert SamplingParams() == SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    (default,), (explicit,) = (
-        engine(shared()).generate([PROMPT], p)
-        for p in (SamplingParams(), SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0))
-    )
-    assert_same_samples([default], [explicit])
-    assert default.kept_counts is None
+def test_sampling_defaults_of_a_model_folder_have_no_way_in(tmp_path):
+    folder = write_random_model(tmp_path / "model", tiny_spec(), seed=1)
+    plain = engine(load(folder)).generate([PROMPT], SamplingParams(), num_samples=4)
+    defaults = {"repetition_penalty": 1.3, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "max_new_tokens": 4}
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | defaults | {"do_sample": True}))
+    assert open_model(folder).generation_config["top_k"] == 3
+    assert_same_samples(engine(load(folder)).generate([PROMPT], SamplingParams(), num_samples=4), plain)
+    assert plain[0].kept_counts is None
+
+
+def load(folder):
+    files = open_model(folder)
+    return Decoder(files.spec, preset("bf16")).load(files.tensors())
 
 
 # ---- weights

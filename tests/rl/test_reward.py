@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -125,6 +126,16 @@ def test_mutation_is_seen_by_nobody():
 
 def test_duplicate_prompts_keep_their_own_answers():
     assert score(number_match).totals == [1.0, 0.0, 1.0]
+
+
+def test_a_function_may_print_and_take_its_time(capsys):
+    def slow(completions):
+        time.sleep(0.02)
+        print("scored", len(completions))
+        return [0.0] * 3
+
+    assert score(slow).totals == [0.0] * 3
+    assert capsys.readouterr().out == "scored 3\n"
 
 
 def test_a_function_that_raises_is_named():

@@ -261,6 +261,17 @@ def test_changed_weights_without_update_are_refused():
     assert len(stale.generate([PROMPT], LONG)) == 1
 
 
+def test_other_weights_under_the_same_version_are_refused_until_taken_over():
+    decoder, other = build(), build(seed=1)
+    stale = engine(decoder)
+    stale.generate([PROMPT * 8], LONG)
+    decoder.load([(name, handle.value()) for name, handle in other.weights.items()])
+    with pytest.raises(ConfigError, match="call update_weights after load"):
+        stale.generate([PROMPT * 8], LONG)
+    stale.update_weights(decoder)
+    assert_same_samples(stale.generate([PROMPT * 8], LONG), engine(other).generate([PROMPT * 8], LONG))
+
+
 def test_an_update_in_the_middle_of_a_completion_recomputes_its_keys_and_values():
     decoder = build()
     running = engine(decoder)

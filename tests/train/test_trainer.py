@@ -8,7 +8,7 @@ import torch
 
 from tests.bits import assert_same_bits
 from tests.tiny import FAMILIES, tiny_decoder
-from zerogap.errors import CheckpointError, ContractError, NonFiniteError, ParityError
+from zerogap.errors import CheckpointError, ConfigError, ContractError, NonFiniteError, ParityError
 from zerogap.ops.cpu import library
 from zerogap.rl.loss import PolicyLoss
 from zerogap.rollout.engine import Engine
@@ -206,6 +206,28 @@ def test_a_checkpoint_continues_with_the_same_bits(tmp_path):
         trainer.optim_step()
     assert straight.decoder.digests() == resumed.decoder.digests()
     assert straight.decoder.version == resumed.decoder.version == 3
+
+
+def test_the_first_log_probs_after_loading_are_those_before_saving(tmp_path):
+    """Of fixed ids, in the trainer and in an engine that was there before, at the same weight version."""
+    saved, loaded = make_trainer("llama"), make_trainer("llama")
+    params = SamplingParams(temperature=0.7)
+    engines = [Engine.for_trainer(t) for t in (saved, loaded)]
+    for seed, trainer, engine in zip((0, 1), (saved, loaded), engines, strict=True):
+        trainer.forward_backward(make_batch(trainer, seed=seed), PolicyLoss())
+        trainer.optim_step()
+        engine.update_weights(trainer)
+    batch = make_batch(saved)
+    prompt, completion = batch.samples[6].prompt_ids, batch.samples[6].completion_ids
+    scores = [engine.score(prompt, completion, params) for engine in engines]
+    assert scores[0].tolist() != scores[1].tolist()
+    load_checkpoint(save_checkpoint(tmp_path, 1, saved, {}), loaded)
+    for sample, logprobs in zip(batch.samples, loaded.logprobs(batch.samples), strict=True):
+        assert_same_bits(logprobs, sample.logprobs, "trainer")
+    with pytest.raises(ConfigError, match="call update_weights after load"):
+        engines[1].score(prompt, completion, params)
+    engines[1].update_weights(loaded)
+    assert_same_bits(engines[1].score(prompt, completion, params), scores[0], "engine")
 
 
 def test_checkpoints_of_another_model_or_contract_or_damaged_ones_are_refused(tmp_path):

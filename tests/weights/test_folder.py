@@ -271,6 +271,14 @@ def test_save_carries_over_tokenizer_template_generation_and_other_config(tmp_pa
     assert json.loads((folder / "zerogap.json").read_text()) == {"fingerprint": "abc"}
 
 
+def test_random_tensors_depend_on_seed_and_name():
+    first, again, other = (dict(random_tensors(tiny_spec("qwen3"), seed=seed)) for seed in (1, 1, 2))
+    for name, tensor in first.items():
+        assert_same_bits(again[name], tensor, name)
+        assert not torch.equal(other[name], tensor), name
+    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
+
+
 def test_random_models_have_peaked_logits(tmp_path):
     spec = tiny_spec("qwen3", hidden_size=128)
     folder = write_random_model(tmp_path / "m", spec, peak=6.0, storage=DType.FP32)

@@ -96,6 +96,7 @@ def estimate(run: Run) -> float:
     seconds = _probe(run, prompts, rollout.num_generations)
     state = run.trainer.state()
     run.trainer.load_state(state["tensors"], state["updates"], state["version"])  # drops the gradient
+    run.engine.update_weights(run.trainer)
     return seconds * rollout.prompts_per_step / prompts
 
 

@@ -39,6 +39,8 @@ class Decoder:
         spec, numerics, identity: what it is, by which contract, and who computes it.
         weights: checkpoint name -> handle, in checkpoint-name order.
         version: weight version; the trainer adds one per optimizer step.
+        loads: how often all weights were put in place from outside (`load`, a trainer's `load_state`), which says
+            nothing of the version: an engine must notice it, too.
     """
 
     def __init__(self, spec: ModelSpec, numerics: Numerics, *, max_positions: int | None = None) -> None:
@@ -49,7 +51,7 @@ class Decoder:
         """
         self.spec, self.numerics = spec, numerics
         self.identity = backend.identity(numerics)
-        self.version = 0
+        self.version = self.loads = 0
         self.exchange: Exchange = LOCAL
         self.max_positions = min(max_positions or spec.max_position, spec.max_position)
         storage = backend.TORCH_DTYPES[numerics.storage]
@@ -118,6 +120,7 @@ class Decoder:
         missing = sorted(set(self.weights) - seen)
         if missing:
             raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+        self.loads += 1
         return self
 
     def set_trainable(self, patterns: Sequence[str]) -> list[str]:

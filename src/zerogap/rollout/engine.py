@@ -441,8 +441,11 @@ class Engine:
         if self.decoder.version != self.version:
             mend = f"the weights are at version {self.decoder.version}: call update_weights after optim_step"
             raise ConfigError("engine.version", self.version, mend)
+        if self.decoder.loads != self._loads:
+            mend = "other weights were loaded since: call update_weights after load or load_state"
+            raise ConfigError("engine.version", self.version, mend)
 
     def _take_version(self) -> None:
-        self.version = self.decoder.version
+        self.version, self._loads = self.decoder.version, self.decoder.loads
         self._scheduler.drop_all()
         self._scheduler.root_key = root_key(self.version, None, self.decoder.numerics.fingerprint())

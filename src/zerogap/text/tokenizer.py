@@ -1,9 +1,9 @@
 """From prompts to ids and from ids to text, through the model's own tokenizer and chat template.
 
 Promises: a prompt of a model whose tokenizer puts a beginning-of-sequence id in front has exactly one, whether it comes
-as text, as chat messages or as ids; other models' prompts get none added. No id that was given or sampled is ever
-changed, and nothing here re-encodes decoded text. Clean-up of spaces is off: decode(encode(x)) is x wherever the
-tokenizer itself is lossless.
+as text or as chat messages; other models' prompts get none added. A prompt given as ids is taken as it is, or refused
+where it begins with two. No id that was given or sampled is ever changed, and nothing here re-encodes decoded text.
+Clean-up of spaces is off: decode(encode(x)) is x wherever the tokenizer itself is lossless.
 """
 
 import functools

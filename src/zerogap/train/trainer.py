@@ -191,6 +191,7 @@ class Trainer:
         """Continue from a `state`: masters and moments are copied in place and the weights published."""
         self.optimizer.load_state(tensors, updates)
         self.decoder.version = version
+        self.decoder.loads += 1
         self._gradients = None
 
     # ---- parts

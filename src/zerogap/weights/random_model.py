@@ -29,7 +29,7 @@ def random_tensors(
         storage: dtype of the tensors; values are drawn in FP32 and rounded once.
     """
     for name, weight in spec.weight_specs(PRESETS["fp32"]).items():
-        generator = torch.Generator().manual_seed((seed << 32) | zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))  # it looks at 32 bits only
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
         yield name, _scaled(spec, weight, noise, peak).to(TORCH_DTYPES[storage])
 

@@ -83,10 +83,13 @@ def print_result(console: Console, run: Path, result: AuditResult) -> None:
     for done in result.steps:
         counts = (done.trainer, done.engine, done.redrawn)
         cells = [f"[red]{count:,}[/]" if count else "0" for count in counts]
-        verdict = f"[bold red]DIFFERS[/] first at {done.first}" if done.differences else "[green]exact[/]"
+        verdict = "[bold red]DIFFERS[/]" if done.differences else "[green]exact[/]"
         table.add_row(str(done.step), str(done.version), f"{done.tokens:,}", *cells, verdict)
     if result.steps:
         console.print(table)
+    for done in result.steps:
+        if done.differences:
+            console.print(f"[red]step {done.step}[/], first difference: {done.first}", highlight=False)
     for step, why in result.not_covered[:SHOWN]:
         console.print(f"step {step} is not covered: {why}", highlight=False)
     if len(result.not_covered) > SHOWN:

@@ -89,15 +89,17 @@ def demo_recipe(task: Task, steps: int, output: str) -> dict[str, Any]:
 
 
 def estimate(run: Run) -> float:
-    """Seconds of one step here, from a rollout and a training pass over a quarter of a step. Nothing is changed."""
+    """Seconds of one step here, from rollouts and training passes over one and over three groups: a step has costs of
+    its own and costs per group. Nothing is changed."""
     rollout = run.config.rollout
-    prompts = max(1, rollout.prompts_per_step // 4)
-    _probe(run, 1, 2)  # what only the first pass costs
-    seconds = _probe(run, prompts, rollout.num_generations)
+    few, more = (1, min(3, rollout.prompts_per_step))
+    _probe(run, few, 2)  # what only the first pass costs
+    seconds, longer = (_probe(run, groups, rollout.num_generations) for groups in (few, more))
     state = run.trainer.state()
     run.trainer.load_state(state["tensors"], state["updates"], state["version"])  # drops the gradient
     run.engine.update_weights(run.trainer)
-    return seconds * rollout.prompts_per_step / prompts
+    per_group = max(0.0, longer - seconds) / max(1, more - few)
+    return seconds + per_group * (rollout.prompts_per_step - few)
 
 
 def _probe(run: Run, num_prompts: int, size: int) -> float:

@@ -157,3 +157,21 @@ def test_a_masked_sample_leaves_numerator_and_denominator(loss_type):
     everything = dataclasses.replace(batch, masks=tuple(np.zeros_like(m) for m in batch.masks))
     nothing, zeros = backward(trainer, everything, loss)
     assert nothing.loss == 0.0 and not any(g.any() for g in zeros.values())
+
+
+def test_a_forward_that_is_nan_in_a_masked_sample_only_is_refused_at_the_update():
+    """Weights or activations are broken then; nothing of it is averaged away or published."""
+    trainer = make_trainer("qwen3")
+    batch = make_batch(trainer, lengths=SHORT)
+    batch = dataclasses.replace(batch, masks=(batch.masks[0], np.zeros(12, bool), batch.masks[2]))
+    trainer.decoder.version += 1  # so that no token is compared
+    token = int(batch.samples[1].prompt_ids[0])
+    assert all(token not in [*s.prompt_ids, *s.completion_ids] for s in (batch.samples[0], batch.samples[2]))
+    rows = trainer.decoder.embed.value().float()
+    rows[token] = np.nan
+    trainer.decoder.embed.load(rows)
+    before = trainer.decoder.digests()
+    assert np.isfinite(trainer.forward_backward(batch, PolicyLoss()).loss)
+    with pytest.raises(NonFiniteError, match=r"the gradient is not finite in lm_head\.weight; weights are unchanged"):
+        trainer.optim_step()
+    assert trainer.decoder.digests() == before

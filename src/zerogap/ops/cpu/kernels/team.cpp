@@ -126,6 +126,7 @@ struct Pool {
     Job job{};
     int workers = 0;
     Gate start[MAX_THREADS];  // of the worker with that rank
+    int processor[MAX_THREADS];  // where the rank was when the run began, -1 if unknown
     Team caller{};
 };
 Pool* pool = new Pool;  // never destroyed: workers outlive static destruction
@@ -150,6 +151,30 @@ void execute(const Job& job, Team& team) {
     }
 }
 
+#if defined(__linux__)
+// A scheduler may wake a worker on the processor of the thread that woke it and leave both there for seconds, taking
+// turns, while another processor idles. A rank that finds itself on a lower rank's processor asks to be elsewhere, and
+// is free to be moved again afterwards. Only speed depends on it.
+void spread(Pool* p, int rank) {
+    const int here = sched_getcpu();
+    bool shared = false;
+    for (int other = 0; other < rank; other++) shared |= __atomic_load_n(&p->processor[other], __ATOMIC_RELAXED) == here;
+    __atomic_store_n(&p->processor[rank], here, __ATOMIC_RELAXED);
+    cpu_set_t allowed, free_ones;
+    if (!shared || here < 0 || sched_getaffinity(0, sizeof(allowed), &allowed)) return;
+    free_ones = allowed;
+    for (int other = 0; other < rank; other++) {
+        const int taken = __atomic_load_n(&p->processor[other], __ATOMIC_RELAXED);
+        if (taken >= 0 && taken < CPU_SETSIZE) CPU_CLR(taken, &free_ones);
+    }
+    if (!CPU_COUNT(&free_ones) || sched_setaffinity(0, sizeof(free_ones), &free_ones)) return;
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+    __atomic_store_n(&p->processor[rank], sched_getcpu(), __ATOMIC_RELAXED);
+}
+#else
+void spread(Pool*, int) {}
+#endif
+
 struct Start { Pool* pool; int rank; uint32_t seen; };
 
 void* worker(void* given) {
@@ -161,6 +186,7 @@ void* worker(void* given) {
     for (uint32_t seen = start.seen;; seen++) {
         start.pool->start[start.rank].wait_past(seen);
         const Job job = start.pool->job;
+        spread(start.pool, start.rank);
         team.size = job.size;
         execute(job, team);
     }
@@ -230,6 +256,9 @@ int32_t zg_run(const Command* commands, int32_t count, const int64_t* symbols, i
     team.size = threads;
     team.shared = &p->barrier;
     p->job = job;
+#if defined(__linux__)
+    __atomic_store_n(&p->processor[0], sched_getcpu(), __ATOMIC_RELAXED);
+#endif
     for (int rank = 1; rank < threads; rank++) p->start[rank].open();
     execute(job, team);
     free(counters);

@@ -126,6 +126,7 @@ def test_refused_with_key_value_and_mend(override, words):
         ("", ["a recipe is a mapping"]),
         ("model: m\noptimizer: {max_steps: 1}\n", ["data", "must be given"]),
         ("1: m\n", ["key 1 is not a word"]),
+        ("model: m\ndata: {train: d.jsonl}\noptimizer: {max_steps: 1}\noutput_dir: 2026-11-30\n", ["output_dir"]),
     ],
 )
 def test_malformed_files_are_named(tmp_path, text, words):
@@ -136,6 +137,9 @@ def test_malformed_files_are_named(tmp_path, text, words):
     assert not [word for word in words if word not in str(error.value)], str(error.value)
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "absent.yaml")
+    path.write_bytes(b"GGUF\xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(path)
 
 
 def test_overrides_leave_the_tree_alone():

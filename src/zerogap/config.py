@@ -7,6 +7,7 @@ that nothing depends on a default that may change. Leaf names are those of TRL w
 This module imports neither torch nor a model library, so that a recipe can be checked in an instant.
 """
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -368,7 +369,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     Raises:
         ConfigError: a word without `=`, or a path through something that is not a section.
     """
-    tree = json.loads(json.dumps(tree))
+    tree = copy.deepcopy(tree)
     for word in overrides:
         path, equals, text = word.partition("=")
         if not equals or not path:
@@ -401,7 +402,11 @@ def load_config(source: str | pathlib.Path | dict[str, Any], overrides: Sequence
         path = pathlib.Path(source)
         if not path.is_file():
             raise ConfigError("recipe", str(source), "no such file")
-        tree = _read_yaml(path.read_text(encoding="utf-8-sig"), str(source))
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError("recipe", str(source), f"not UTF-8 text: {error}") from None
+        tree = _read_yaml(text, str(source))
     if not isinstance(tree, dict):
         raise ConfigError("recipe", tree, "a recipe is a mapping of keys to values")
     try:

@@ -12,7 +12,7 @@ def num_threads() -> int:
     value = os.environ.get("ZEROGAP_NUM_THREADS")
     if value is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    if not value.isdigit() or int(value) < 1:
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
         from zerogap.errors import ConfigError
 
         raise ConfigError("ZEROGAP_NUM_THREADS", value, "set it to a whole number of threads, 1 or more")

@@ -71,3 +71,11 @@ def test_the_demo_is_the_recipe_of_its_task(task):
     for section in ("logging", "eval", "data"):
         demo.pop(section), recipe.pop(section)
     assert demo == recipe
+
+
+def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("absent", "binary"):
+        done = CliRunner().invoke(app, ["generate", "model", "--prompt-file", str(tmp_path / name)])
+        assert isinstance(done.exception, ConfigError)
+        assert name in str(done.exception)

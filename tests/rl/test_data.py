@@ -53,6 +53,7 @@ def test_faulty_rows_are_named(tmp_path, row, words):
         ("", "0 rows"),
         ("\n\r\n", "0 rows"),
         ('{"question": "a"\n', r"d\.jsonl:1.*not JSON"),
+        ('{"question": "a\\ud800", "answer": "b"}\n', r"d\.jsonl:1.*surrogate"),
         ('{"colour": 1}\n', r"d\.jsonl:1.*no prompt column"),
         ('{"question": "a"}\n', r"d\.jsonl:1.*no answer column"),
         ('{"data_source": "x", "reward_model": {"ground_truth": "4"}, "prompt": "text"}', "verl-style"),

@@ -345,6 +345,7 @@ def test_resetting_the_prefix_cache_forgets_prefixes():
         ({"prompts": [PROMPT, [-1]]}, ConfigError, r"prompts\[1\].*0 to 319"),
         ({"prompts": [[0.5]]}, ConfigError, "token ids"),
         ({"prompts": PROMPT}, ConfigError, "give a list of prompts"),
+        ({"prompts": [PROMPT, 7]}, ConfigError, r"prompts\[1\] = 7"),
         ({"prompts": "HELLO"}, ConfigError, "give a list of prompts"),
         ({"prompts": ["HELLO"]}, ConfigError, "no tokenizer"),
         ({"prompts": [PROMPT], "params": dataclasses.replace(LONG, stop=("x",))}, ConfigError, "need a tokenizer"),
@@ -429,6 +430,7 @@ def test_closing_a_stream_aborts_its_requests_and_frees_their_pages():
     stream = idle.stream([PROMPT, PROMPT], LONG)
     next(stream)
     stream.close()
+    idle.stream([PROMPT, PROMPT], LONG).close()  # never iterated
     assert idle.step() == []
     assert idle._scheduler.pool.held == 0
 

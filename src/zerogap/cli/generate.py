@@ -68,7 +68,12 @@ def generate(
 
 
 def _lines(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line.strip()]
+    from zerogap.errors import ConfigError
+
+    try:
+        return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--prompt-file", str(path), f"cannot be read as UTF-8 text: {error}") from None
 
 
 def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:

@@ -183,6 +183,10 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         raise ConfigError(where, line[:60], f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(where, line[:60], "a row is a JSON object")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(where, line[:60], "it holds half of a surrogate pair, which is not a character") from None
     return record
 
 

@@ -72,6 +72,7 @@ class Run:
         """
         self.config, self.observer = config, observer or Observer()
         self.folder = RunFolder(config.output_dir)
+        self.folder.require_ours()
         start = starting_point(self.folder, config, resume)
         self.data, self.rewards = setup.load_data(config)
         self.files, self._fixed_source = setup.open_source(config)

@@ -60,10 +60,9 @@ def read_lines(path: Path) -> list[dict]:
     Raises:
         CheckpointError: another line is not a JSON object.
     """
-    text = path.read_text(encoding="utf-8")
-    whole, _, _cut_off = text.rpartition("\n")
+    whole, _, _cut_off = path.read_bytes().rpartition(b"\n")  # it may have been cut off inside a character
     records = []
-    for number, line in enumerate(whole.split("\n"), start=1):
+    for number, line in enumerate(whole.decode("utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zerogap.config import RunConfig, load_config
-from zerogap.errors import CheckpointError
+from zerogap.errors import CheckpointError, ConfigError
 from zerogap.models.decoder import Decoder
 from zerogap.rl.report import read_lines
 from zerogap.rl.rollout_log import logged_steps, rollout_path, write_json
@@ -28,7 +28,8 @@ from zerogap.train.checkpoint import list_checkpoints
 from zerogap.weights import ModelFiles, save_folder
 
 LINES = ("metrics", "eval", "completions", "errors")
-PARTS = ("config.yaml", *(f"{n}.jsonl" for n in LINES), "rollouts", "weights", "checkpoints", "model", "report.html")
+PARTS = (*(f"{n}.jsonl" for n in LINES), "rollouts", "weights", "checkpoints", "model", "report.html", "tensorboard")
+CONFIG = "config.yaml"  # what makes a folder one of a run: written first, removed last
 FACTS = "zerogap.json"  # as `weights.save_folder` names it
 VERSION = "version-"
 
@@ -44,7 +45,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.report = self.path / "report.html"
         self.tensorboard = self.path / "tensorboard"
-        self.config_file = self.path / "config.yaml"
+        self.config_file = self.path / CONFIG
 
     # ---- the run as a whole
 
@@ -63,11 +64,20 @@ class RunFolder:
             raise CheckpointError(f"{self.path} holds no config.yaml, so it is not the folder of a run")
         return load_config(self.config_file)
 
+    def require_ours(self) -> None:
+        """Raise `ConfigError` if a run here would replace something that no run has written."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError("output_dir", str(self.path), "it is a file; name a folder")
+        found = [name for name in PARTS if (self.path / name).exists()]
+        if found and not self.exists:
+            mend = f"it holds no {CONFIG} of a run, but {', '.join(found)}, which a run would replace: name another one"
+            raise ConfigError("output_dir", str(self.path), mend)
+
     def begin(self, config: RunConfig, step: int) -> None:
         """Make the folder ready for `step + 1`: everything that was written after `step` goes."""
         self.path.mkdir(parents=True, exist_ok=True)
         if step == 0:
-            for name in (*PARTS, "tensorboard"):
+            for name in (*PARTS, CONFIG):
                 self._remove(self.path / name)
         for name in LINES:
             self._cut_lines(self.path / f"{name}.jsonl", step)
@@ -78,7 +88,8 @@ class RunFolder:
         for path in list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else ():
             if int(path.name.rpartition("-")[2]) > step:
                 shutil.rmtree(path)
-        self._remove(self.model)
+        for left in (self.model, *self.path.glob(".model.*")):  # and what a killed process had begun to write
+            self._remove(left)
         partial = self.path / ".config.yaml.partial"
         partial.write_text(config.to_yaml(), encoding="utf-8")
         partial.replace(self.config_file)

@@ -180,10 +180,11 @@ class Engine:
             ConfigError, CapacityError: a request that cannot be honoured, before any work starts.
             NonFiniteError: the model's logits are not finite.
         """
-        sequences = self._start(prompts, params, keys, num_samples)
+        sequences = self._checked(prompts, params, keys, num_samples)
         began = time.perf_counter()
         unfinished = sequences
         try:
+            self._queue(sequences)
             while unfinished:
                 stepped = self.step()
                 if any(s.finish_reason for s in stepped):
@@ -205,7 +206,7 @@ class Engine:
     ) -> Iterator[TokenEvent]:
         """`generate`, token by token as they are drawn. Requests are checked at once; closing the iterator aborts what
         is not finished."""
-        return self._events(self._start(prompts, params, keys, num_samples, with_text=True))
+        return self._events(self._checked(prompts, params, keys, num_samples, with_text=True))
 
     def update_weights(self, source: Any) -> None:
         """Take over the weights of a trainer or decoder after they changed.
@@ -372,7 +373,7 @@ class Engine:
 
     # ---- requests
 
-    def _start(
+    def _checked(
         self,
         prompts: List[Prompt],
         params: SamplingParams | List[SamplingParams],
@@ -380,7 +381,7 @@ class Engine:
         num_samples: int,
         with_text: bool = False,
     ) -> list[Sequence]:
-        """Check everything, then queue one sequence per request."""
+        """Check everything; one sequence per request, not queued yet."""
         sequences = []
         for request in self._limits.requests(prompts, params, keys, num_samples):
             sequence = Sequence.of(self._num_requests, request)
@@ -388,9 +389,11 @@ class Engine:
                 sequence.text = CompletionText(self.tokenizer, request.params)
             sequences.append(sequence)
             self._num_requests += 1
+        return sequences
+
+    def _queue(self, sequences: List[Sequence]) -> None:
         for sequence in sequences:
             self._scheduler.add(sequence)
-        return sequences
 
     def _abort(self, sequences: List[Sequence]) -> None:
         """Take out what is not finished, after an error or when nobody wants it any more."""
@@ -409,6 +412,7 @@ class Engine:
     def _events(self, sequences: list[Sequence]) -> Iterator[TokenEvent]:
         given = [0] * len(sequences)
         try:
+            self._queue(sequences)  # not before it is iterated: an iterator nobody starts cannot clean up
             while any(given[i] < s.num_drawn or s.finish_reason is None for i, s in enumerate(sequences)):
                 if all(given[i] == s.num_drawn for i, s in enumerate(sequences)):
                     self.step()

@@ -66,6 +66,8 @@ class RequestLimits:
 
     def prompt_ids(self, prompt: Prompt, name: str) -> np.ndarray:
         """int32 [P] ids of a prompt in any form."""
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise ConfigError(name, prompt, "give text, chat messages, or a non-empty list of token ids")
         is_text = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
         if is_text and self.tokenizer is None:
             raise ConfigError(name, prompt, "this engine has no tokenizer: pass one, or give token ids")

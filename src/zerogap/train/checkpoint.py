@@ -6,7 +6,6 @@ their digests are, so that a checkpoint over another base model is refused. `lat
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from zerogap.errors import CheckpointError
 from zerogap.numerics import Numerics, require_equal
 from zerogap.train.trainer import Trainer
+from zerogap.weights.whole_folder import replace_folder
 
 FORMAT = 1
 PREFIX = "checkpoint-"
@@ -37,17 +37,7 @@ def save_checkpoint(root: Path, step: int, trainer: Trainer, extra: Mapping[str,
     save_file({n: t.contiguous() for n, t in state.pop("tensors").items()}, partial / "trainer.safetensors")
     facts = {"format": FORMAT, "step": step, **state, "digests": trainer.decoder.digests(), "extra": dict(extra)}
     (partial / "state.json").write_text(json.dumps(facts, indent=1))
-    for path in (*partial.iterdir(), partial):
-        _sync(path)
-    if target.exists():  # the same step again, after a resume: the old one goes only when the new one is whole
-        old = root / f".{target.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old)
-    else:
-        partial.rename(target)
-    _sync(root)
+    replace_folder(partial, target)
     for path in list_checkpoints(root)[:-keep]:
         shutil.rmtree(path)
     return target
@@ -84,11 +74,3 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         if ours.get(name) != digest:
             raise CheckpointError(f"{path}: {name} has digest {ours.get(name)}, the checkpoint says {digest}")
     return facts
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,6 +20,7 @@ from zerogap.models.spec import ModelSpec
 from zerogap.numerics import DType
 from zerogap.weights.folder import INDEX, SINGLE
 from zerogap.weights.model_files import ModelFiles, check_tensors
+from zerogap.weights.whole_folder import replace_folder
 
 MAX_SHARD_BYTES = 4 * 1024**3
 NUMERICS_FILE = "zerogap.json"
@@ -61,7 +62,7 @@ def save_folder(
         dtype = _write_shards(partial, spec, tensors, max_shard_bytes)
         for name, content in _other_files(spec, dtype, files, numerics_meta).items():
             (partial / name).write_bytes(content)
-        _replace(partial, target)
+        replace_folder(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -129,29 +130,6 @@ def _other_files(
     if numerics_meta is not None:
         out[NUMERICS_FILE] = _json(dict(numerics_meta))
     return out
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Give the synced folder `partial` the name `target`; an old folder is moved aside first and removed last."""
-    for entry in [*partial.iterdir(), partial]:
-        _sync(entry)
-    if target.exists():
-        old = target.with_name(f".{target.name}.old-{os.getpid()}")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old)
-    else:
-        partial.rename(target)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,31 @@
+"""Folders that are whole or absent: what is written beside the target and synced gets the target's name at the end."""
+
+import os
+import shutil
+from pathlib import Path
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Sync the files of `partial` to disk and give it the name `target`; both lie in the same parent folder.
+
+    A folder of that name is moved aside first and removed last: at no moment is there less than one whole copy.
+    """
+    for entry in [*partial.iterdir(), partial]:
+        _sync(entry)
+    if target.exists():
+        old = target.with_name(f".{target.name}.old-{os.getpid()}")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old)
+    else:
+        partial.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -286,3 +286,9 @@ def test_random_models_have_peaked_logits(tmp_path):
     with torch.no_grad():
         logits = model(torch.arange(200)[None]).logits
     assert 4.0 < logits.std() < 9.0
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        save_folder(tmp_path / "file" / "model", tiny_spec("llama"), ())

@@ -48,16 +48,19 @@ def save_folder(
         max_shard_bytes: a new shard begins before a file would exceed this.
 
     Raises:
-        ConfigError: `path` is something else than a model folder, or a tensor is repeated or not floating point.
+        ConfigError: `path` is something else than a model folder or cannot be made, or a tensor is repeated or not
+            floating point.
         CheckpointError: the tensors do not fit the spec.
     """
     target = Path(path).expanduser().absolute()
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
         raise ConfigError("path", str(path), "exists and is not a model folder; choose another name")
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError("path", str(path), f"the folder cannot be made: {error}") from error
     try:
         dtype = _write_shards(partial, spec, tensors, max_shard_bytes)
         for name, content in _other_files(spec, dtype, files, numerics_meta).items():

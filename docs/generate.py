@@ -59,7 +59,9 @@ def result_section(path: Path) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     facts = ", ".join(f"{key} {shown_number(value)}" for key, value in content.items() if key != "benchmark")
     head = "| " + " | ".join(name.replace("_", " ") for name in columns) + " |"
-    body = ["| " + " | ".join(shown_number(row.get(key, "")) for key in columns) + " |" for row in rows]
+    body = [
+        "| " + " | ".join(shown_number(row.get(key, "")).replace("|", "\\|") for key in columns) + " |" for row in rows
+    ]
     return "\n".join([f"## `{content['benchmark']}`", "", facts, "", head, "| --- " * len(columns) + "|", *body]) + "\n"
 
 

@@ -243,3 +243,10 @@ def test_checkpoints_of_another_model_or_contract_or_damaged_ones_are_refused(tm
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         load_checkpoint(path, make_trainer())
+
+
+def test_an_update_without_a_gradient_is_refused():
+    trainer = make_trainer(trainable="last:1")  # one pattern may stand without a list
+    assert all(".layers.1." in name for name in trainer.trainable)
+    with pytest.raises(ConfigError, match="forward_backward first"):
+        trainer.optim_step()

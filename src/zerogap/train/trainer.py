@@ -59,7 +59,7 @@ class Trainer:
         numerics: str | Numerics = "bf16",
         *,
         optimizer: OptimizerSettings | None = None,
-        trainable: Sequence[str] = ("all",),
+        trainable: str | Sequence[str] = ("all",),
         micro_batch_tokens: int = 4096,
         activation_recompute: bool = False,
         on_mismatch: str = "abort",
@@ -88,7 +88,7 @@ class Trainer:
         self.on_mismatch = on_mismatch
         self.micro_batch_tokens = micro_batch_tokens
         self.activation_recompute = activation_recompute
-        self.trainable = model.set_trainable(trainable)
+        self.trainable = model.set_trainable((trainable,) if isinstance(trainable, str) else trainable)
         self.handles = [model.weights[name] for name in self.trainable]
         self.optimizer = AdamW(self.handles, optimizer or OptimizerSettings())
         self._gradients: list[torch.Tensor] | None = None
@@ -149,9 +149,11 @@ class Trainer:
         """Clip, update the masters, publish the weights in place, and count the weight version up.
 
         Raises:
+            ConfigError: there is no gradient.
             NonFiniteError: the gradient is not finite; weights are unchanged and the gradient is dropped.
         """
-        assert self._gradients is not None, "optim_step needs a forward_backward before it"
+        if self._gradients is None:
+            raise ConfigError("optim_step", None, "call forward_backward first: there is no gradient")
         gradients, self._gradients = self._gradients, None
         step = self.optimizer.step(gradients, learning_rate)
         self.decoder.version += 1

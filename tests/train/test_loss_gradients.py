@@ -8,7 +8,7 @@ import torch
 
 from tests.bits import assert_same_bits, count_differing_bits
 from tests.train.test_trainer import assert_same_gradients, make_batch, make_trainer
-from zerogap.errors import NonFiniteError, ParityError
+from zerogap.errors import ConfigError, NonFiniteError, ParityError
 from zerogap.rl.loss import LOSS_TYPES, PolicyLoss
 from zerogap.train.trainer import BackwardResult, Trainer
 from zerogap.types import TrainBatch

@@ -89,14 +89,11 @@ def test_gradients_of_bins_do_not_depend_on_micro_batches(bins):
     assert_same_gradients(gradients(trainer, batch), first)
 
 
-def test_bins_change_bits_and_little_else():
-    """The control: another number of bins is another order of summation, so some bit of some gradient differs."""
+def test_another_number_of_bins_is_another_order_of_summation():
+    """The control: some bit of some gradient differs. What the sum over bins is, tests/train/test_bins.py says."""
     one, four = (make_trainer("qwen3", grad_bins=bins) for bins in (1, 4))
     a, b = gradients(one, make_batch(one)), gradients(four, make_batch(four))
     assert any(not torch.equal(a[n], b[n]) for n in a)
-    for name in a:
-        # Both are sums of the same BF16 products; FP32 summation over < 1,024 rows errs by 2^-14 of the absolute sum.
-        assert (a[name] - b[name]).abs().max() <= 2.0**-13 * max(1e-3, a[name].abs().max().item()) * 32
 
 
 @pytest.mark.parametrize("numerics", ["bf16", "fp32"])

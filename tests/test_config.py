@@ -10,7 +10,7 @@ import yaml
 
 from zerogap.config import RunConfig, apply_overrides, iter_fields, load_config
 from zerogap.errors import ConfigError
-from zerogap.numerics import DType
+from zerogap.numerics import DType, Numerics, names_tensor
 
 MINIMAL = {"model": "m", "data": {"train": "multiplication"}, "optimizer": {"max_steps": 10}}
 
@@ -75,8 +75,8 @@ def test_round_trip_and_frozen():
 
 
 def test_numerics_overrides():
-    config = load_config({**MINIMAL, "numerics": {"preset": "bf16", "kv": "fp32", "grad_bins": 8}})
-    assert (config.contract().kv, config.contract().grad_bins) == (DType.FP32, 8)
+    config = load_config({**MINIMAL, "numerics": {"preset": "bf16", "max_leaves": 4, "grad_bins": 8}})
+    assert (config.contract().max_leaves, config.contract().grad_bins) == (4, 8)
     assert load_config(MINIMAL).contract().name == "bf16"
 
 
@@ -103,6 +103,16 @@ def test_numerics_overrides():
         ("eval.num_samples=2", ["eval.num_samples", "2", "temperature above 0"]),
         ("numerics=int3", ["numerics", "int3", "fp32, bf16"]),
         ("numerics.kv=fp7", ["numerics.kv", "fp7", "fp32, bf16"]),
+        ("numerics.storage=fp8", ["numerics.storage", "fp8", "fp32 or bf16"]),
+        ("numerics.kv=fp32", ["numerics.kv", "fp32", "bf16 (the storage dtype) or fp8"]),
+        ("numerics.kv=fp8", ["numerics.kv_scale", "per_token_head or calibrated"]),
+        ("numerics.kv_scale=calibrated", ["numerics.kv_scale", "choose none"]),
+        ("numerics.linear_grad=fp8", ["numerics.linear_grad", "numerics.linear: fp8"]),
+        ("numerics.attention_math=fp8", ["numerics.attention_math", "numerics.kv: fp8"]),
+        ("numerics.scale_format=e8", ["numerics.scale_format", "e8", "fp32 or pow2"]),
+        ("numerics.kv_margin=0.5", ["numerics.kv_margin", "0.5", "1 to 64"]),
+        ("numerics.bf16_layers={first: 1}", ["numerics.bf16_layers", "numerics.linear: fp8"]),
+        ("numerics.bf16_layers={middle: 1}", ["numerics.bf16_layers", "first, last"]),
         ("numerics.max_leaves=3", ["numerics.max_leaves", "3", "1, 2, 4 or 8"]),
         ("numerics.kv_split=a", ["numerics.kv_split", "a", "whole number"]),
         ("numerics.colour=1", ["numerics.colour", "no such field"]),
@@ -158,3 +168,32 @@ def test_recipes_are_valid_and_comment_their_choices(path):
     assert load_config(yaml.safe_load(config.to_yaml())) == config
     text = path.read_text()
     assert text.startswith("#") and text.count("#") >= 10
+
+
+def test_fp8_contracts():
+    kept = {"preset": "fp8-kv", "kv_scale": "calibrated", "bf16_layers": {"first": 1, "last": 2, "tensors": "mlp.gate"}}
+    contract = load_config({**MINIMAL, "numerics": kept}).contract()
+    assert (contract.kv, contract.kv_scale, contract.linear, contract.storage) == (
+        DType.FP8,
+        "calibrated",
+        DType.FP8,
+        DType.BF16,
+    )
+    assert (contract.bf16_first, contract.bf16_last, contract.bf16_tensors) == (1, 2, ("mlp.gate",))
+    assert Numerics.from_fields(json.loads(json.dumps(contract.fields()))) == contract
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "means"),
+    [
+        ("mlp.gate", "model.layers.0.mlp.gate.weight", True),
+        ("mlp.gate", "model.layers.0.mlp.gate_proj.weight", False),
+        ("mlp.gate", "model.layers.0.mlp.gate_up_proj.weight", False),
+        ("layers.1", "model.layers.11.mlp.up_proj.weight", False),
+        ("layers.*.mlp.down_proj", "model.layers.11.mlp.down_proj.weight", True),
+        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight", True),
+        ("q_proj", "model.layers.0.self_attn.q_proj.bias", True),
+    ],
+)
+def test_patterns_mean_whole_parts_of_names(pattern: str, name: str, means: bool):
+    assert names_tensor(pattern, name) is means

@@ -8,7 +8,6 @@ This module imports neither torch nor a model library, so that a recipe can be c
 """
 
 import copy
-import dataclasses
 import difflib
 import json
 import pathlib
@@ -20,7 +19,7 @@ import yaml
 from pydantic import Field
 
 from zerogap.errors import ConfigError
-from zerogap.numerics import DType, Numerics, preset
+from zerogap.numerics import Numerics, preset
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -260,6 +259,22 @@ class LoggingConfig(Section):
     )
 
 
+def contract_of(asked: str | dict[str, Any]) -> Numerics:
+    """The numerics contract that a preset's name, or {preset: NAME, field: value}, asks for.
+
+    `bf16_layers: {first: n, last: n, tensors: [patterns]}` is the short form of `bf16_first`, `bf16_last` and
+    `bf16_tensors`.
+
+    Raises:
+        ConfigError: unknown preset or field, or a value the contract cannot have.
+    """
+    fields: dict[str, Any] = {"preset": asked} if isinstance(asked, str) else dict(asked)
+    name, kept = fields.pop("preset", "bf16"), fields.pop("bf16_layers", {})
+    if not isinstance(kept, dict) or set(kept) - {"first", "last", "tensors"}:
+        raise ConfigError("numerics.bf16_layers", kept, "give first, last (layers) or tensors (patterns)")
+    return preset(name, **fields, **{f"bf16_{key}": value for key, value in kept.items()})
+
+
 class RunConfig(Section):
     """A whole recipe."""
 
@@ -269,7 +284,9 @@ class RunConfig(Section):
     )
     numerics: str | dict[str, Any] = Field(
         default="bf16",
-        description="a preset (`fp32`, `bf16`), or {preset: NAME, field: value} to replace single fields",
+        description="a preset (`fp32`, `bf16`; `fp8`: linear layers; `fp8-kv`: linear layers, KV cache and attention), "
+        "or {preset: NAME, field: value} to replace single fields, such as kv_scale: calibrated, scale_format: pow2, "
+        "bf16_layers: {first: 1, last: 1}",
     )
     data: DataConfig
     reward: RewardConfig = RewardConfig()
@@ -311,25 +328,8 @@ class RunConfig(Section):
         return self
 
     def contract(self) -> Numerics:
-        """The numerics contract that `numerics` asks for.
-
-        Raises:
-            ConfigError: unknown preset or field, or a value the contract cannot have.
-        """
-        asked: dict[str, Any] = {"preset": self.numerics} if isinstance(self.numerics, str) else dict(self.numerics)
-        name = asked.pop("preset", "bf16")
-        known = {f.name: f.type for f in dataclasses.fields(Numerics)}
-        for key, value in asked.items():
-            if known.get(key) is DType:
-                try:
-                    asked[key] = DType(value)
-                except ValueError:
-                    raise ConfigError(
-                        f"numerics.{key}", value, f"choose one of {', '.join(d.value for d in DType)}"
-                    ) from None
-            elif known.get(key) is int and type(value) is not int:
-                raise ConfigError(f"numerics.{key}", value, "give a whole number")
-        return preset(name, **asked)
+        """The numerics contract that `numerics` asks for (`contract_of`)."""
+        return contract_of(self.numerics)
 
     def to_yaml(self) -> str:
         """The complete recipe, defaults included; `load_config` reads it back to an equal object."""

@@ -9,6 +9,7 @@ docs/numerics.md is the prose of this file; a change of bits changes `CONTRACT_V
 
 import dataclasses
 import enum
+import fnmatch
 import hashlib
 import json
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from zerogap.errors import ConfigError, ContractError
 
 CONTRACT_VERSION = 1
+SCALE_FORMATS = ("fp32", "pow2")
+KV_SCALES = ("per_token_head", "calibrated")
 
 
 class DType(enum.Enum):
@@ -23,10 +26,12 @@ class DType(enum.Enum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP8 = "fp8"  # E4M3 codes with scales beside them
 
     @property
     def nbytes(self) -> int:
-        return {"fp32": 4, "bf16": 2}[self.value]
+        """Bytes of one element, scales not counted."""
+        return {"fp32": 4, "bf16": 2, "fp8": 1}[self.value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +39,20 @@ class Numerics:
     """One numerics contract. Every field changes bits (or, for `name`, only the label) and is fingerprinted.
 
     Attributes:
-        name: what users call it (`fp32`, `bf16`).
+        name: what users call it (`fp32`, `bf16`, `fp8`, `fp8-kv`).
         storage: dtype of weights as published, activations, gradients of activations, and the residual stream.
-        kv: dtype of the KV cache, on both sides.
+        linear: operands of linear layers: the storage dtype, or FP8 (weights in blocks of 128 x 128, activations of
+            1 x 128). Embeddings, head, norms, residual stream and softmax are never quantised.
+        linear_grad: operands of the linear layers' input and weight gradients: the storage dtype, or FP8.
+        scale_format: scales of every FP8 block: `fp32`, or `pow2` (rounded up to a power of two).
+        bf16_first, bf16_last: so many first and last decoder layers whose linear layers are not quantised.
+        bf16_tensors: patterns of tensors that are not quantised (`names_tensor`).
+        kv: dtype of the KV cache, on both sides: the storage dtype, or FP8.
+        kv_scale: scales of an FP8 cache: `per_token_head` (of each token and KV head, beside its codes), `calibrated`
+            (one per layer and KV head and weight version); `none` for other caches.
+        kv_margin: a calibrated scale is kv_margin * amax / 448.
+        attention_math: operands of the score and value products: the storage dtype (an FP8 cache is read into it
+            exactly), or FP8 (queries and probabilities are quantised, too).
         max_leaves: upper bound for the leaves of a reduction that a layout may split; 1, 2, 4 or 8.
         kv_block: keys per softmax block in attention, aligned to absolute position 0.
         kv_split: keys per attention span; a multiple of `kv_block`; spans are merged ascending.
@@ -47,7 +63,16 @@ class Numerics:
 
     name: str = "bf16"
     storage: DType = DType.BF16
+    linear: DType = DType.BF16
+    linear_grad: DType = DType.BF16
+    scale_format: str = "fp32"
+    bf16_first: int = 0
+    bf16_last: int = 0
+    bf16_tensors: tuple[str, ...] = ()
     kv: DType = DType.BF16
+    kv_scale: str = "none"
+    kv_margin: float = 2.0
+    attention_math: DType = DType.BF16
     max_leaves: int = 8
     kv_block: int = 64
     kv_split: int = 1024
@@ -57,6 +82,8 @@ class Numerics:
     version: int = CONTRACT_VERSION
 
     def __post_init__(self) -> None:
+        self._check_dtypes()
+        self._check_kept()
         if self.max_leaves not in (1, 2, 4, 8):
             raise ConfigError("numerics.max_leaves", self.max_leaves, "choose 1, 2, 4 or 8")
         if self.kv_block != 64:
@@ -74,11 +101,57 @@ class Numerics:
                 f"contract version {self.version} was asked for, this build computes version {CONTRACT_VERSION}"
             )
 
+    def _check_dtypes(self) -> None:
+        """Which dtypes, and which scales, go together."""
+
+        def refuse(key: str, mend: str) -> None:
+            value = getattr(self, key)
+            raise ConfigError(f"numerics.{key}", value.value if isinstance(value, DType) else value, mend)
+
+        if self.storage is DType.FP8:
+            refuse("storage", "choose fp32 or bf16; numerics.linear and numerics.kv may be fp8")
+        for key in ("linear", "linear_grad", "kv", "attention_math"):
+            if getattr(self, key) is not self.storage and getattr(self, key) is not DType.FP8:
+                refuse(key, f"choose {self.storage.value} (the storage dtype) or fp8")
+            if getattr(self, key) is DType.FP8 and self.storage is not DType.BF16:
+                refuse(key, "fp8 needs numerics.storage: bf16")
+        if self.linear_grad is DType.FP8 and self.linear is not DType.FP8:
+            refuse("linear_grad", "fp8 gradients need numerics.linear: fp8")
+        if self.attention_math is DType.FP8 and self.kv is not DType.FP8:
+            refuse("attention_math", "fp8 operands need numerics.kv: fp8")
+        if self.scale_format not in SCALE_FORMATS:
+            refuse("scale_format", f"choose {' or '.join(SCALE_FORMATS)}")
+        if self.kv is DType.FP8 and self.kv_scale not in KV_SCALES:
+            refuse("kv_scale", f"an fp8 cache needs {' or '.join(KV_SCALES)}")
+        if self.kv is not DType.FP8 and self.kv_scale != "none":
+            refuse("kv_scale", "only numerics.kv: fp8 has scales; choose none")
+        if not 1.0 <= self.kv_margin <= 64.0:
+            refuse("kv_margin", "choose a number from 1 to 64")
+
+    def _check_kept(self) -> None:
+        """What is said of layers that stay as they are."""
+        for key in ("bf16_first", "bf16_last"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"numerics.{key}", getattr(self, key), "choose 0 or more layers")
+        given = self.bf16_first or self.bf16_last or self.bf16_tensors
+        if given and self.linear is not DType.FP8:
+            raise ConfigError("numerics.bf16_layers", given, "only numerics.linear: fp8 quantises anything")
+
+    def quantises(self, name: str, layer: int, num_layers: int) -> bool:
+        """True if the linear weight `name` of decoder layer `layer` is quantised."""
+        return (
+            self.linear is DType.FP8
+            and self.bf16_first <= layer < num_layers - self.bf16_last
+            and not any(names_tensor(pattern, name) for pattern in self.bf16_tensors)
+        )
+
     def fields(self) -> dict[str, object]:
         """Plain, JSON-ready fields, in declaration order."""
-        return {
-            f.name: v.value if isinstance(v := getattr(self, f.name), DType) else v for f in dataclasses.fields(self)
-        }
+
+        def plain(value: object) -> object:
+            return value.value if isinstance(value, DType) else list(value) if isinstance(value, tuple) else value
+
+        return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_fields(cls, fields: dict) -> "Numerics":
@@ -86,8 +159,7 @@ class Numerics:
         known = {f.name for f in dataclasses.fields(cls)}
         if set(fields) != known:
             raise ContractError(f"contract fields differ from this build's: {sorted(set(fields) ^ known)}")
-        typed: dict[str, Any] = {k: DType(v) if k in ("storage", "kv") else v for k, v in fields.items()}
-        return cls(**typed)
+        return cls(**typed_fields(fields))
 
     def fingerprint(self) -> str:
         """16 hex digits over all fields but the label."""
@@ -115,13 +187,64 @@ class Numerics:
         return -(-(-(-vocab // self.max_leaves)) // 64) * 64
 
 
+def names_tensor(pattern: str, name: str) -> bool:
+    """True if `pattern` means the tensor `name`: a run of whole parts of it (`mlp.gate` means `...mlp.gate.weight` and
+    not `...mlp.gate_proj.weight`), where each part may be a shell pattern (`layers.*.mlp.down_proj`)."""
+    wanted, parts = pattern.split("."), name.split(".")
+    starts = range(len(parts) - len(wanted) + 1)
+    return any(
+        all(fnmatch.fnmatchcase(p, w) for w, p in zip(wanted, parts[i : i + len(wanted)], strict=True)) for i in starts
+    )
+
+
+def typed_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Plain values (of JSON or YAML) as the types of `Numerics`' fields.
+
+    Raises:
+        ConfigError: a value of another type, or a dtype that does not exist.
+    """
+    kinds = {f.name: f.type for f in dataclasses.fields(Numerics)}
+    return {key: _typed(key, kinds.get(key), value) for key, value in fields.items()}
+
+
+def _typed(key: str, kind: Any, value: Any) -> Any:
+    if kind is DType and not isinstance(value, DType):
+        names = [d.value for d in DType]
+        if value not in names:
+            raise ConfigError(f"numerics.{key}", value, f"choose one of {', '.join(names)}")
+        return DType(value)
+    if kind is int and type(value) is not int:
+        raise ConfigError(f"numerics.{key}", value, "give a whole number")
+    if kind is float:
+        if type(value) not in (int, float):
+            raise ConfigError(f"numerics.{key}", value, "give a number")
+        return float(value)
+    if kind is str and not isinstance(value, str):
+        raise ConfigError(f"numerics.{key}", value, "give a word")
+    if kind == tuple[str, ...]:
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list | tuple) or not all(isinstance(v, str) for v in listed):
+            raise ConfigError(f"numerics.{key}", value, "give a list of patterns such as mlp.down_proj")
+        return tuple(listed)
+    return value
+
+
 PRESETS = {
-    "fp32": Numerics(name="fp32", storage=DType.FP32, kv=DType.FP32),
+    "fp32": Numerics(
+        name="fp32",
+        storage=DType.FP32,
+        linear=DType.FP32,
+        linear_grad=DType.FP32,
+        kv=DType.FP32,
+        attention_math=DType.FP32,
+    ),
     "bf16": Numerics(name="bf16"),
+    "fp8": Numerics(name="fp8", linear=DType.FP8, linear_grad=DType.FP8),
+    "fp8-kv": Numerics(name="fp8-kv", linear=DType.FP8, linear_grad=DType.FP8, kv=DType.FP8, kv_scale="per_token_head"),
 }
 
 
-def preset(name: "str | Numerics", **overrides: object) -> Numerics:
+def preset(name: "str | Numerics", **overrides: Any) -> Numerics:
     """The named contract, with fields replaced; a `Numerics` passes through.
 
     Raises:
@@ -136,7 +259,7 @@ def preset(name: "str | Numerics", **overrides: object) -> Numerics:
     unknown = set(overrides) - {f.name for f in dataclasses.fields(Numerics)}
     if unknown:
         raise ConfigError(f"numerics.{min(unknown)}", overrides[min(unknown)], "the contract has no such field")
-    return dataclasses.replace(base, **overrides)  # type: ignore[arg-type]
+    return dataclasses.replace(base, **typed_fields(overrides))
 
 
 def require_equal(ours: Numerics, theirs: Numerics, what: str) -> None:

@@ -7,7 +7,6 @@ are never written after construction, except where a comment says who writes the
 
 import dataclasses
 import fnmatch
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from zerogap.errors import ConfigError
+from zerogap.moments import Moments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,63 +139,6 @@ class Sample:
 
 
 # ---------------------------------------------------------------------------------------------------- training
-
-
-def exact_sum(values: np.ndarray) -> Fraction:
-    """The exact sum of finite float64 (or narrower) values, so that neither order nor grouping can change a bit.
-
-    Mantissas are added as integers per binary exponent, in two halves (no overflow below 2^36 values).
-    """
-    mantissas, exponents = np.frexp(np.asarray(values, np.float64).ravel())
-    assert np.isfinite(mantissas).all(), "only finite numbers have an exact sum"
-    scaled = np.ldexp(mantissas, 53).astype(np.int64)
-    total = Fraction(0)
-    for exponent in np.unique(exponents):
-        part = scaled[exponents == exponent]
-        whole = (int((part >> 27).sum()) << 27) + int((part & (2**27 - 1)).sum())
-        total += whole * Fraction(2) ** (int(exponent) - 53)
-    return total
-
-
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Exact sum, count, minimum and maximum of a set of numbers; two of them pool as if they had been one set."""
-
-    total: Fraction = Fraction(0)
-    count: int = 0
-    minimum: float = math.inf
-    maximum: float = -math.inf
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> "Moments":
-        """Moments of finite values of any shape; of none: an empty set."""
-        values = np.asarray(values, np.float64)
-        if not values.size:
-            return cls()
-        assert np.isfinite(values).all(), "moments are taken of finite numbers only"
-        return cls(exact_sum(values), values.size, float(values.min()), float(values.max()))
-
-    def __add__(self, other: "Moments") -> "Moments":
-        return Moments(
-            self.total + other.total,
-            self.count + other.count,
-            min(self.minimum, other.minimum),
-            max(self.maximum, other.maximum),
-        )
-
-    @property
-    def mean(self) -> float:
-        """The correctly rounded mean; 0.0 of an empty set."""
-        return float(self.total / self.count) if self.count else 0.0
-
-
-def pool(metrics: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
-    """Moments of the union, name by name, over micro-batches or ranks of any sizes; a name may be absent in some."""
-    pooled: dict[str, Moments] = {}
-    for part in metrics:
-        for name, moments in part.items():
-            pooled[name] = pooled.get(name, Moments()) + moments
-    return pooled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -437,6 +380,19 @@ LOCAL = LocalExchange()
 
 
 @dataclasses.dataclass(frozen=True)
+class FP8Blocks:
+    """How a matrix is quantised to E4M3 in blocks of 128 x 128.
+
+    Attributes:
+        scale_format: `fp32`, or `pow2` for scales rounded up to a power of two.
+        gradients: operands of its input and weight gradients are quantised, too.
+    """
+
+    scale_format: str
+    gradients: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightSpec:
     """What the numerics need to know of one named tensor of a checkpoint.
 
@@ -449,6 +405,7 @@ class WeightSpec:
         out_leaf_size: for the head: entries per vocabulary leaf (0 elsewhere).
         head_leaves: for query/key norm weights: leaves of the gradient's sum over heads, so that its accumulator is
             [head_leaves, head_dim] (0 elsewhere).
+        fp8: how the tensor is quantised; None: it keeps the storage dtype.
     """
 
     name: str
@@ -458,8 +415,10 @@ class WeightSpec:
     out_leaves: int = 1
     out_leaf_size: int = 0
     head_leaves: int = 0
+    fp8: FP8Blocks | None = None
 
     def __post_init__(self) -> None:
+        assert self.fp8 is None or self.kind == "matrix", f"{self.name}: only matrices are quantised"
         assert self.kind in ("matrix", "embedding", "vector"), f"{self.name}: unknown kind {self.kind!r}"
         assert len(self.shape) == (1 if self.kind == "vector" else 2), f"{self.name}: {self.kind} of shape {self.shape}"
 

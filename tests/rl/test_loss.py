@@ -10,9 +10,9 @@ import torch
 from tests.rl.rows import make_batch, pick
 from zerogap.config import AlgorithmConfig
 from zerogap.errors import ConfigError, NonFiniteError
+from zerogap.moments import pool
 from zerogap.rl.loss import LOSS_TYPES, PolicyLoss
 from zerogap.rl.metrics import flatten
-from zerogap.types import pool
 
 LENGTHS = (1, 5, 37, 3, 100, 1, 20)
 

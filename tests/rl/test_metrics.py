@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.rl.rows import make_batch, make_sample
+from zerogap.moments import Moments, exact_sum, pool
 from zerogap.rl.correction import different_bits, exponential, mismatch_metrics
 from zerogap.rl.metrics import completion_metrics, flatten, reward_metrics
-from zerogap.types import Moments, exact_sum, pool
 
 
 def test_exact_sum_against_fractions():

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerogap.errors import ConfigError
-from zerogap.numerics import DType, Numerics
-from zerogap.types import WeightSpec
+from zerogap.numerics import DType, Numerics, names_tensor
+from zerogap.types import FP8Blocks, WeightSpec
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_KINDS = ("default", "llama3")
@@ -213,8 +213,23 @@ class ModelSpec:
         if not self.tied:
             specs.append(WeightSpec("lm_head.weight", shape, "matrix", out_leaf_size=leaf_size))
         for layer in range(self.num_layers):
-            specs += self._layer_specs(f"model.layers.{layer}.", numerics)
-        return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
+            specs += self._quantised(self._layer_specs(f"model.layers.{layer}.", numerics), layer, numerics)
+        by_name = {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
+        for pattern in numerics.bf16_tensors:
+            if not any(names_tensor(pattern, name) for name in by_name):
+                mend = "no tensor of this model matches; patterns are whole parts of names, such as mlp.down_proj"
+                raise ConfigError("numerics.bf16_layers.tensors", pattern, mend)
+        return by_name
+
+    def _quantised(self, specs: list[WeightSpec], layer: int, numerics: Numerics) -> list[WeightSpec]:
+        """The specs of one layer, with the matrices marked that the contract quantises."""
+        blocks = FP8Blocks(numerics.scale_format, numerics.linear_grad is DType.FP8)
+        return [
+            dataclasses.replace(spec, fp8=blocks)
+            if spec.kind == "matrix" and numerics.quantises(spec.name, layer, self.num_layers)
+            else spec
+            for spec in specs
+        ]
 
     def _layer_specs(self, prefix: str, numerics: Numerics) -> list[WeightSpec]:
         hidden, inner = self.hidden_size, self.intermediate_size

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from zerogap.errors import ConfigError, NonFiniteError
-from zerogap.types import Moments, Sample, TrainBatch, exact_sum
+from zerogap.moments import Moments, exact_sum
+from zerogap.types import Sample, TrainBatch
 
 SCALE_EPS = 1e-4
 """Added to the standard deviation that divides (TRL's value)."""

@@ -8,7 +8,8 @@ import math
 
 import numpy as np
 
-from zerogap.types import Moments, TokenRows
+from zerogap.moments import Moments
+from zerogap.types import TokenRows
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +- this before they are exponentiated."""

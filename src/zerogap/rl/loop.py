@@ -19,6 +19,7 @@ from typing import Any
 
 from zerogap.config import RunConfig
 from zerogap.errors import ZerogapError
+from zerogap.moments import pool
 from zerogap.rl import setup
 from zerogap.rl.advantage import Advantages, build_batch, group_advantages
 from zerogap.rl.data import PromptOrder
@@ -38,7 +39,7 @@ from zerogap.rollout.engine import Progress
 from zerogap.text import Tokenizer
 from zerogap.train.checkpoint import load_checkpoint, save_checkpoint
 from zerogap.train.trainer import BackwardResult
-from zerogap.types import Sample, SamplingKey, TrainBatch, pool
+from zerogap.types import Sample, SamplingKey, TrainBatch
 from zerogap.weights import save_folder
 
 REPORT_SECONDS = 20.0  # the report is rewritten at most this often, and at the end

@@ -22,8 +22,9 @@ import numpy as np
 
 from zerogap.config import AlgorithmConfig
 from zerogap.errors import ConfigError, NonFiniteError
+from zerogap.moments import Moments, exact_sum
 from zerogap.rl.correction import LOG_RATIO_LIMIT, exponential, mismatch_metrics
-from zerogap.types import Denominators, LossResult, Moments, TokenRows, TrainBatch, exact_sum
+from zerogap.types import Denominators, LossResult, TokenRows, TrainBatch
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "sequence_sum")
 

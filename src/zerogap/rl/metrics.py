@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from zerogap.types import Moments, Sample
+from zerogap.moments import Moments
+from zerogap.types import Sample
 
 STATISTICS = {
     "clip_ratio/low": {"clip_ratio/low_mean": "mean"},

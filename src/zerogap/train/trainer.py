@@ -18,6 +18,7 @@ import torch
 
 from zerogap.errors import ConfigError, ContractError, ParityError
 from zerogap.models.decoder import Decoder, call_block
+from zerogap.moments import Moments, pool
 from zerogap.numerics import Numerics, preset
 from zerogap.ops.logprob import KeptSets, token_logprobs
 from zerogap.ops.optim import tree_add
@@ -27,7 +28,7 @@ from zerogap.train.bins import GradientBins
 from zerogap.train.optimizer import AdamW, OptimizerSettings, OptimizerStep
 from zerogap.train.packing import PAGE_SIZE, MicroBatch, build_micro_batch, micro_batches, plan_packs
 from zerogap.train.recompute import recompute_block
-from zerogap.types import LayerKV, Loss, Moments, Sample, TokenRows, TrainBatch, pool
+from zerogap.types import LayerKV, Loss, Sample, TokenRows, TrainBatch
 from zerogap.weights import open_model
 
 

@@ -6,6 +6,7 @@
 #include "norm.h"
 #include "optim.h"
 #include "product.h"
+#include "quant.h"
 #include "rope.h"
 #include "sampling.h"
 
@@ -18,6 +19,8 @@ const OpEntry OPS[] = {
     {"column_grad", run_column_grad, sizeof(ColumnGradArgs)},
     {"pack", run_pack, sizeof(PackArgs)},
     {"unpack", run_unpack, sizeof(UnpackArgs)},
+    {"encode", run_encode, sizeof(EncodeArgs)},
+    {"decode", run_decode, sizeof(DecodeArgs)},
     {"kv_write", run_kv_write, sizeof(KVWriteArgs)},
     {"attention", run_attention, sizeof(AttentionArgs)},
     {"attention_grad", run_attention_grad, sizeof(AttentionGradArgs)},

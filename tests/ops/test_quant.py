@@ -33,7 +33,7 @@ def nearest_codes(y: np.ndarray) -> np.ndarray:
 
 
 def grid_neighbours() -> np.ndarray:
-    """float32: all grid values, all midpoints (exact ties), and the floats next to each; both signs, zeros, extremes."""
+    """float32: grid values, midpoints (exact ties) and the floats next to each; both signs, zeros, extremes."""
     grid = code_values()[:127].astype(np.float32)
     points = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, [464.0, 480.0, 3.4e38, 2.0**-126, 2.0**-100]])
     points = points.astype(np.float32)

@@ -85,6 +85,59 @@ static inline float lane_largest(F16 magnitudes) {  // the largest of sixteen va
     return float_of(largest);
 }
 
+// The largest magnitude of `count` BF16 values; NaN wins. Their order is the order of their bits, so the maximum is taken of
+// integers.
+static inline float block_amax(const bf16* x, int64_t count) {
+    uint32_t largest = 0;
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    __m512i most = _mm512_setzero_si512();
+    const __m512i number = _mm512_set1_epi16(0x7fff);
+    for (; i + 32 <= count; i += 32) most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + i), number));
+    if (i < count) {
+        const __mmask32 rest = __mmask32((uint64_t(1) << (count - i)) - 1);
+        most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_maskz_loadu_epi16(rest, x + i), number));
+    }
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    largest = 0xffff - (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)))) & 0xffff);
+#else
+#if defined(__AVX2__)
+    __m256i most = _mm256_setzero_si256();
+    for (; i + 16 <= count; i += 16)
+        most = _mm256_max_epu16(most, _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(x + i)), _mm256_set1_epi16(0x7fff)));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    largest = 0xffff - (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)))) & 0xffff);
+#endif
+    for (const bf16 *p = x + i, *end = x + count; p < end; p++) {
+        const uint32_t u = *p & 0x7fffu;
+        largest = u > largest ? u : largest;
+    }
+#endif
+    return float_of(largest << 16);
+}
+
+// fl32(x / scale) for many BF16 values x of one block (|x| at most about 448 scale). Where products are fused, the quotient by the reciprocal is
+// corrected by its exact remainder, which is the same number as the division's for every BF16 x and every scale of a BF16
+// block (tests/ops/test_quant.py tries all mantissas) as long as the remainder is no subnormal.
+struct Quotient {
+    F16 scale, inverse;
+    bool corrected;
+
+    explicit Quotient(float s) : scale(set1(s)), inverse(set1(1.0f / s)) {
+#if defined(__AVX2__)
+        corrected = s >= 0x1p-60f && s <= 0x1p120f;
+#else
+        corrected = false;
+#endif
+    }
+    F16 operator()(F16 x) const {
+        if (!corrected) return x / scale;
+        const F16 q = x * inverse;
+        return fma(fma(negate(q), scale, x), inverse, q);
+    }
+};
+
 // ------------------------------------------------------------------------------------------------ FP32 to E4M3
 // |y|, at most 448, plus 2^20 times its power of two (that of 2^-6 below it): the sum's last place is the grid's step,
 // so the addition itself rounds to the grid, to nearest even, subnormals included.

@@ -1,5 +1,6 @@
 // Row-major weights to panels and back. FP32 masters are rounded here, once: panels hold the published value.
 #include "product_tile.h"
+#include "turn.h"
 
 namespace zg {
 namespace {
@@ -18,29 +19,11 @@ inline void convert(const float* source, int64_t count, bf16* out) {
 }
 
 // out[s * PANEL + j] = words[j][s] for `steps` of the 16 columns s.
-inline void turn(const uint32_t (&words)[LANES][WORDS], int64_t steps, uint32_t* out) {
+inline void turn_steps(const uint32_t (&words)[LANES][WORDS], int64_t steps, uint32_t* out) {
 #if defined(__AVX512F__)
-    __m512i r[16], t[16], u[16];
+    __m512i r[16];
     for (int i = 0; i < 16; i++) r[i] = _mm512_load_si512(words[i]);
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)  // lane L of u[i + c] is now column 4 L + c of rows i .. i + 3
-        for (int h = 0; h < 2; h++) {
-            u[i + 2 * h] = _mm512_unpacklo_epi64(t[i + h], t[i + h + 2]);
-            u[i + 2 * h + 1] = _mm512_unpackhi_epi64(t[i + h], t[i + h + 2]);
-        }
-    for (int c = 0; c < 4; c++) {
-        const __m512i even_low = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88);
-        const __m512i even_high = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88);
-        const __m512i odd_low = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xdd);
-        const __m512i odd_high = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xdd);
-        r[c] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-        r[4 + c] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-        r[8 + c] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-        r[12 + c] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-    }
+    turn(r);
     for (int64_t s = 0; s < steps; s++) _mm512_storeu_si512(out + s * PANEL, r[s]);
 #else
     for (int64_t s = 0; s < steps; s++)
@@ -61,7 +44,7 @@ template <typename S, typename T> void pack_forward(const S* source, int64_t row
                 if (row + first + j >= rows || count < SPAN) memset(line, 0, sizeof(words[j]));
                 if (row + first + j < rows) convert(source + (row + first + j) * k + from, count, line);
             }
-            turn(words, steps_of<T>(count), out + from / PER * PANEL + first);
+            turn_steps(words, steps_of<T>(count), out + from / PER * PANEL + first);
         }
 }
 

@@ -157,6 +157,8 @@ class TokenRows:
         mask: bool [T] True where the token takes part in the loss (*live*).
         current: bool [T] True where the rollout drew the token at the weight version the trainer has now, so that
             `logp` and `rollout_logp` must be the same bits.
+        weights: float64 [T] factor of each token's surrogate (a correction's importance weight), or None for 1.
+        rejected: bool [T] True where a correction took the token out of `mask`, or None for nowhere.
     """
 
     sample: np.ndarray
@@ -169,6 +171,8 @@ class TokenRows:
     advantage: np.ndarray
     mask: np.ndarray
     current: np.ndarray
+    weights: np.ndarray | None = None
+    rejected: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -188,6 +192,7 @@ class TrainBatch:
         masks: bool [C] per sample; True where a completion token takes part in the loss.
         old_logprobs: float32 [C] per sample, or None for the rollout's own.
         ref_logprobs: float32 [C] per sample by the reference model, or None when the loss has no KL term.
+        weights, rejected: float64 [C] and bool [C] per sample, as in `TokenRows` (`rl.correction.correct`), or None.
     """
 
     samples: tuple[Sample, ...]
@@ -195,11 +200,13 @@ class TrainBatch:
     masks: tuple[np.ndarray, ...]
     old_logprobs: tuple[np.ndarray, ...] | None = None
     ref_logprobs: tuple[np.ndarray, ...] | None = None
+    weights: tuple[np.ndarray, ...] | None = None
+    rejected: tuple[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
         lengths = [len(s.completion_ids) for s in self.samples]
         assert len(self.advantages) == len(lengths), "one advantage per sample"
-        for name in ("masks", "old_logprobs", "ref_logprobs"):
+        for name in ("masks", "old_logprobs", "ref_logprobs", "weights", "rejected"):
             value = getattr(self, name)
             assert value is None or [len(v) for v in value] == lengths, f"{name}: one number per completion token"
 
@@ -229,6 +236,8 @@ class TrainBatch:
             advantage=np.asarray(self.advantages, np.float64)[sample],
             mask=column(self.masks, np.bool_),
             current=column([s.versions for s in self.samples], np.int64) == version,
+            weights=None if self.weights is None else column(self.weights, np.float64),
+            rejected=None if self.rejected is None else column(self.rejected, np.bool_),
         )
 
 

@@ -94,4 +94,5 @@ def test_logged_names():
         "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
         "sampling/importance_sampling_ratio/max", "bit_wise/logprob_diff/mean", "bit_wise/logprob_diff/max",
         "bit_wise/ratio_tokens_different/mean", "bit_wise/mismatched_tokens", "bit_wise/compared_tokens",
+        "sampling/kl", "sampling/k3_kl", "sampling/chi2_token", "sampling/chi2_seq",
     }  # fmt: skip

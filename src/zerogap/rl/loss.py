@@ -8,7 +8,10 @@ or ranks.
 
 Per live token, with x the trainer's log-prob, r = exp(clamp(x - old, +-20)) and A the advantage:
 
-    l = -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta * KL - entropy_coef * entropy
+    l = -w min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta * KL - entropy_coef * entropy
+
+w is 1, or the importance weight that a correction gave the token (rl/correction.py): a number, never differentiated.
+A token that a correction rejected is not live, so denominators count without it; one of weight 0 is.
 
 Clipped surrogate: Schulman et al. 2017 (PPO), equation 7; asymmetric range and token mean: Yu et al. 2025 (DAPO);
 constant length: Liu et al. 2025 (Dr. GRPO). KL estimates with d = x - ref, clamped to +-20 (Schulman, "Approximating KL
@@ -90,6 +93,8 @@ class PolicyLoss:
         logp = rows.logp[live].astype(np.float64)
         weight = self._weights(rows.sample[live], denominators)
         value, slope, metrics = self._surrogate(logp, rows.old_logp[live].astype(np.float64), rows.advantage[live])
+        if rows.weights is not None:
+            value, slope = value * rows.weights[live], slope * rows.weights[live]
         if rows.ref_logp is not None:
             kl, kl_slope = self._kl(logp, rows.ref_logp[live].astype(np.float64))
             value, slope = value + self.beta * kl, slope + self.beta * kl_slope
@@ -159,6 +164,7 @@ def _require_finite(rows: TokenRows, dlogp: np.ndarray | None = None) -> None:
             "reference log-prob": rows.ref_logp,
             "entropy": rows.entropy,
             "advantage": rows.advantage,
+            "importance weight": rows.weights,
         }
     )
     for name, values in columns.items():

@@ -24,6 +24,12 @@ STATISTICS = {
         "sampling/importance_sampling_ratio/mean": "mean",
         "sampling/importance_sampling_ratio/max": "maximum",
     },
+    "sampling/raw_importance_sampling_ratio": {
+        "sampling/raw_importance_sampling_ratio/min": "minimum",
+        "sampling/raw_importance_sampling_ratio/mean": "mean",
+        "sampling/raw_importance_sampling_ratio/max": "maximum",
+    },
+    "sampling/squared_importance_sampling_ratio": {},
     "bit_wise/logprob_diff": {"bit_wise/logprob_diff/mean": "mean", "bit_wise/logprob_diff/max": "maximum"},
     "bit_wise/ratio_tokens_different": {"bit_wise/ratio_tokens_different/mean": "mean"},
     "completions/length": {
@@ -39,7 +45,9 @@ STATISTICS = {
 def flatten(metrics: Mapping[str, Moments]) -> dict[str, float]:
     """Logged name -> number. A metric without an entry in `STATISTICS` is logged as its mean; empty sets are left out.
 
-    `bit_wise/mismatched_tokens` and `bit_wise/compared_tokens` are the counts behind the bit comparison.
+    `bit_wise/mismatched_tokens` and `bit_wise/compared_tokens` are the counts behind the bit comparison. The effective
+    sample size of weights w is (sum w)^2 / (n sum w^2), the share of n tokens that would say as much with equal weights
+    (Kong 1992); 0 where all weights are 0.
     """
     flat: dict[str, float] = {}
     for name, moments in metrics.items():
@@ -49,6 +57,10 @@ def flatten(metrics: Mapping[str, Moments]) -> dict[str, float]:
     if different is not None:
         flat["bit_wise/mismatched_tokens"] = float(different.total)
         flat["bit_wise/compared_tokens"] = float(different.count)
+    weights, squares = (metrics.get(f"sampling/{n}importance_sampling_ratio") for n in ("", "squared_"))
+    if weights is not None and squares is not None and weights.count:
+        size = weights.total * weights.total / (weights.count * squares.total) if squares.total else 0
+        flat["sampling/effective_sample_size"] = float(size)
     return flat
 
 

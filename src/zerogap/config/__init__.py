@@ -18,21 +18,10 @@ import pydantic
 import yaml
 from pydantic import Field
 
+from zerogap.config.correction import CorrectionConfig
+from zerogap.config.section import Count, Fraction01, NonNegative, Positive, Section
 from zerogap.errors import ConfigError
 from zerogap.numerics import Numerics, preset
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-
-
-class Section(pydantic.BaseModel):
-    """Base of all sections: frozen, unknown keys forbidden, defaults checked like given values."""
-
-    model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 def _as_tuple(value: object) -> object:
@@ -169,6 +158,7 @@ class AlgorithmConfig(Section):
     mask_truncated_completions: bool = Field(
         default=False, description="leave completions that reached max_completion_length out of the loss"
     )
+    correction: CorrectionConfig = CorrectionConfig()
 
     @pydantic.model_validator(mode="after")
     def _clip_range(self) -> "AlgorithmConfig":

@@ -16,6 +16,7 @@ import torch
 
 from zerogap.errors import ConfigError
 from zerogap.moments import Moments
+from zerogap.numerics import DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,11 +322,18 @@ class ForwardContext:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKV:
-    """Pages of one layer: raw storage whose layout belongs to the codec that made it (see `KVCodec`)."""
+    """Pages of one layer: raw storage whose layout belongs to the codec that made it (see `KVCodec`).
+
+    Attributes:
+        keys, values: pages, the page number first.
+        key_scales, value_scales: FP32 scales of an FP8 codec (`ops.kv.FP8Codec` says which), None for any other.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     codec: "KVCodec"
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 class KVCodec(Protocol):
@@ -344,12 +352,25 @@ class KVCodec(Protocol):
     @property
     def head_dim(self) -> int: ...
 
+    @property
+    def kv_scale(self) -> str:
+        """As in `Numerics`: `none`, `per_token_head` or `calibrated`."""
+        ...
+
+    @property
+    def scale_format(self) -> str: ...
+
+    @property
+    def attention_math(self) -> DType: ...
+
     def bytes_per_token(self) -> int:
         """Bytes of keys, values and scales per token and layer."""
         ...
 
-    def allocate(self, num_pages: int, page_size: int) -> LayerKV:
-        """Zeroed pages for one layer."""
+    def allocate(
+        self, num_pages: int, page_size: int, scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> LayerKV:
+        """Zeroed pages for one layer; `scales` of keys and values only where the codec takes calibrated ones."""
         ...
 
 

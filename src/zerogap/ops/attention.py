@@ -27,6 +27,25 @@ tile ending with its last row (an odd one is paired with +0). For dk and dv one 
 the query heads that both hold, ascending, and for each the query tiles from the key's own to the last, ascending. The
 tree is that of all `leaves` query-head leaves, in which leaves without a head of this KV head are absent.
 
+FP8 pages (`FP8Codec`) hold codes of k and v with scales ks, vs per token and head, or calibrated per head; the codes
+are multiplied as the BF16 numbers they are, and the scales stand outside the chains:
+
+    s_j  = fl(fl(dot(q, kcode_j) * ks_j) * scale);  p, m, l as above;  PV: over rn(fl(p_j * vs_j)) vcode_j
+
+With FP8 operands q is quantised per row and head, too (qcode, qs), and p times vs per row and block of keys:
+
+    s_j  = fl(fl(dot(qcode, kcode_j) * fl(qs * ks_j)) * scale)
+    x_j  = fl(p_j * vs_j),  xs = the block scale of max_j x_j;  PV: over rn_e4m3(x_j / xs) vcode_j
+    acc  = fma(PV, xs, fl(acc * alpha)),  the first block of a span: fl(PV * xs)
+
+The gradient is straight through the rounding of q, k, v and p, zero where a calibrated scale clipped:
+
+    s_ij as in the forward;  dp_ij = fl(dot(d_out_i, vcode_j) * vs_j);  delta, p, ds as above
+    dq_i = rn(sum_j rn(fl(ds_ij * ks_j)) kcode_j);  dk, dv as above, over q and d_out themselves,
+    +0 where |fl(k / ks)| > 448 or |fl(v / vs)| > 448 (calibrated only)
+
+Its codes and scales are made again from k, v and q, so they are those of the forward.
+
 BF16 or FP32 in, FP32 sums, storage dtype out. A forward row depends on its position, its q and the keys and values up
 to that position; a gradient on its own sample. Neither ever depends on other sequences, the number of rows, chunking,
 page size or place of pages, what unwritten slots hold, threads, or the order of samples in a pack.
@@ -39,7 +58,7 @@ import torch
 from zerogap.errors import ConfigError
 from zerogap.ops import tap
 from zerogap.ops.cpu import attention as native
-from zerogap.ops.kv import require_page_size
+from zerogap.ops.kv import calibrated_scales, require_page_size, require_scales
 from zerogap.types import ForwardContext, LayerKV
 
 
@@ -62,7 +81,7 @@ def attention(
     Args:
         q: [T, num_heads * head_dim] BF16 or FP32, after query norm and RoPE.
         k, v: [T, num_kv_heads * head_dim], same dtype.
-        kv: pages of this layer, of a `DenseCodec`.
+        kv: pages of this layer, of a `DenseCodec` of that dtype, or of an `FP8Codec` (BF16 rows).
         context: rows of one sequence adjacent and ascending; training needs `sample_starts`, each sample whole, from
             position 0.
         scale: factor of the scores; rounded to FP32.
@@ -74,6 +93,7 @@ def attention(
 
     Raises:
         ConfigError: page size or span that the kernels do not implement, or heads that do not divide.
+        ContractError: pages of a calibrated codec without scales.
     """
     require_page_size(context.page_size)
     if kv_split < 64 or kv_split % 64:
@@ -81,7 +101,8 @@ def attention(
     if num_heads % num_kv_heads:
         raise ConfigError("num_kv_heads", num_kv_heads, f"choose a divisor of num_heads ({num_heads})")
     assert num_heads % leaves == 0, f"{leaves} leaves do not divide {num_heads} heads"
-    assert (kv.codec.name, kv.codec.num_kv_heads, kv.codec.head_dim) == ("dense", num_kv_heads, head_dim), kv.codec
+    assert (kv.codec.num_kv_heads, kv.codec.head_dim) == (num_kv_heads, head_dim), kv.codec
+    require_scales(kv)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         _require_whole_samples(context, q.shape[0])
         out = _Attention.apply(q, k, v, kv, context, num_heads, scale, kv_split, leaves)
@@ -124,17 +145,14 @@ class _Attention(torch.autograd.Function):
         native.kv_write(k, v, kv, context)
         out, lse = native.attention(q, kv, context, num_heads=num_heads, scale=scale, kv_split=kv_split, want_lse=True)
         ctx.save_for_backward(q, k, v, out, lse, context.sample_starts)
-        ctx.sizes = {
-            "num_heads": num_heads,
-            "num_kv_heads": kv.codec.num_kv_heads,
-            "head_dim": kv.codec.head_dim,
-            "scale": scale,
-            "leaves": leaves,
-        }
+        ctx.codec, ctx.scales = kv.codec, calibrated_scales(kv)
+        ctx.sizes = {"num_heads": num_heads, "scale": scale, "leaves": leaves}
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, sample_starts = ctx.saved_tensors
-        dq, dk, dv = native.attention_grad(q, k, v, out, lse, grads[0].contiguous(), sample_starts, **ctx.sizes)
+        dq, dk, dv = native.attention_grad(
+            q, k, v, out, lse, grads[0].contiguous(), sample_starts, ctx.codec, ctx.scales, **ctx.sizes
+        )
         return dq, dk, dv, None, None, None, None, None, None

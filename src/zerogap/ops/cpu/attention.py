@@ -4,12 +4,14 @@ Shapes: T token rows, S page-table rows, P pages per table row, Hq query heads, 
 """
 
 import ctypes
+import dataclasses
 from typing import ClassVar
 
 import torch
 
+from zerogap.numerics import DType
 from zerogap.ops.cpu.library import Arguments, Operation, empty, pointer, submit
-from zerogap.types import ForwardContext, LayerKV
+from zerogap.types import ForwardContext, KVCodec, LayerKV
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 TILE_ROWS = 64  # rows of a gradient tile
@@ -20,8 +22,16 @@ class KVWriteArguments(Arguments):
         ("rows", _INT64),
         *[(name, _POINTER) for name in ("k", "v", "positions", "sequences", "page_table")],
         ("table_width", _INT64),
-        *[(name, _POINTER) for name in ("key_pages", "value_pages")],
-        *[(name, _INT32) for name in ("num_kv_heads", "head_dim", "page_size", "storage")],
+        *[(name, _POINTER) for name in ("key_pages", "value_pages", "key_scales", "value_scales")],
+        *[(name, _INT32) for name in ("num_kv_heads", "head_dim", "page_size", "storage", "format", "pow2")],
+    ]
+
+
+class KVAmaxArguments(Arguments):
+    _fields_: ClassVar = [
+        ("rows", _INT64),
+        *[(name, _POINTER) for name in ("k", "amax")],
+        *[(name, _INT32) for name in ("num_kv_heads", "head_dim", "storage")],
     ]
 
 
@@ -30,8 +40,9 @@ class AttentionArguments(Arguments):
         ("rows", _INT64),
         *[(name, _POINTER) for name in ("q", "positions", "sequences", "page_table")],
         ("table_width", _INT64),
-        *[(name, _POINTER) for name in ("key_pages", "value_pages", "out", "lse")],
+        *[(name, _POINTER) for name in ("key_pages", "value_pages", "key_scales", "value_scales", "out", "lse")],
         *[(name, _INT32) for name in ("num_heads", "num_kv_heads", "head_dim", "page_size", "kv_split", "storage")],
+        *[(name, _INT32) for name in ("format", "pow2", "fp8_math")],
         ("scale", _FLOAT),
     ]
 
@@ -39,18 +50,48 @@ class AttentionArguments(Arguments):
 class AttentionGradArguments(Arguments):
     _fields_: ClassVar = [
         ("rows", _INT64),
-        *[(name, _POINTER) for name in ("q", "k", "v", "out", "d_out", "lse", "sample_starts")],
+        *[(name, _POINTER) for name in ("q", "k", "v", "out", "d_out")],
+        *[(name, _POINTER) for name in ("key_scales", "value_scales", "lse", "sample_starts")],
         *[(name, _INT64) for name in ("num_samples", "num_tiles")],
         *[(name, _POINTER) for name in ("dq", "dk", "dv", "workspace")],
         *[(name, _INT32) for name in ("num_heads", "num_kv_heads", "head_dim", "leaves", "storage")],
+        *[(name, _INT32) for name in ("format", "pow2", "fp8_math")],
         ("scale", _FLOAT),
     ]
 
 
 KV_WRITE = Operation("kv_write", KVWriteArguments)
+KV_AMAX = Operation("kv_amax", KVAmaxArguments)
 ATTENTION = Operation("attention", AttentionArguments)
 ATTENTION_GRAD = Operation("attention_grad", AttentionGradArguments)
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a codec's pages are to be read: mirror of `zg::KVFormat` and the flags that go with it."""
+
+    format: int = 0  # 0 dense, 1 codes with scales per token and head, 2 codes with calibrated scales
+    pow2: bool = False
+    fp8_math: bool = False
+
+    @classmethod
+    def of(cls, codec: KVCodec) -> "Format":
+        """The format of a `DenseCodec` or `FP8Codec`."""
+        number = {"none": 0, "per_token_head": 1, "calibrated": 2}[codec.kv_scale]
+        return cls(number, codec.scale_format == "pow2", codec.attention_math is DType.FP8)
+
+    def require_pages(self, kv: LayerKV, rows_dtype: torch.dtype, page_size: int) -> None:
+        """Assert that pages and scales have the dtypes and shapes of this format."""
+        dtype = torch.uint8 if self.format else rows_dtype
+        assert kv.keys.dtype == kv.values.dtype == dtype, f"{rows_dtype} rows stand in pages of {dtype}"
+        if self.format == 0:
+            return
+        assert rows_dtype == torch.bfloat16, "FP8 pages take BF16 rows"
+        heads = kv.codec.num_kv_heads
+        shape = (heads,) if self.format == 2 else (kv.keys.shape[0], heads, page_size)
+        for scales in (kv.key_scales, kv.value_scales):
+            assert scales is not None and scales.dtype == torch.float32 and scales.shape == shape, f"scales: {shape}"
 
 
 def _require_rows(context: ForwardContext, num_rows: int) -> None:
@@ -64,7 +105,9 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, context: ForwardCont
     """Store k, v [T, Hk * D] of every row in the pages of its sequence, at its absolute position."""
     num_kv_heads, head_dim = kv.codec.num_kv_heads, kv.codec.head_dim
     assert k.shape == v.shape == (k.shape[0], num_kv_heads * head_dim), "k, v: [T, Hk * D]"
-    assert k.dtype == v.dtype == kv.keys.dtype == kv.values.dtype, "rows and pages have one dtype"
+    assert k.dtype == v.dtype, "k, v: one dtype"
+    form = Format.of(kv.codec)
+    form.require_pages(kv, k.dtype, context.page_size)
     _require_rows(context, k.shape[0])
     arguments = KVWriteArguments(
         rows=k.shape[0],
@@ -76,12 +119,32 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, context: ForwardCont
         table_width=context.page_table.shape[1],
         key_pages=pointer(kv.keys),
         value_pages=pointer(kv.values),
+        key_scales=pointer(kv.key_scales),
+        value_scales=pointer(kv.value_scales),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=context.page_size,
         storage=_STORAGE[k.dtype],
+        format=form.format,
+        pow2=form.pow2,
     )
-    submit(KV_WRITE, arguments, k, keep=(context.page_table, kv.keys, kv.values))
+    submit(KV_WRITE, arguments, k, keep=(context.page_table, kv.keys, kv.values, kv.key_scales, kv.value_scales))
+
+
+def kv_amax(k: torch.Tensor, amax: torch.Tensor) -> None:
+    """amax FP32 [Hk] = max(amax, |k|), in place, over k [T, Hk * D]."""
+    num_kv_heads = amax.shape[0]
+    assert amax.dtype == torch.float32 and amax.dim() == 1, "amax: FP32 [Hk]"
+    assert k.dim() == 2 and k.shape[1] % (16 * num_kv_heads) == 0, "k: [T, Hk * D], D a multiple of 16"
+    arguments = KVAmaxArguments(
+        rows=k.shape[0],
+        k=pointer(k),
+        amax=pointer(amax),
+        num_kv_heads=num_kv_heads,
+        head_dim=k.shape[1] // num_kv_heads,
+        storage=_STORAGE[k.dtype],
+    )
+    submit(KV_AMAX, arguments, k, keep=(amax,))
 
 
 def attention(
@@ -97,7 +160,8 @@ def attention(
     """q [T, Hq * D] against the pages -> out [T, Hq * D] and, if wanted, the log-sum-exp FP32 [T, Hq]."""
     head_dim = kv.codec.head_dim
     assert q.shape == (q.shape[0], num_heads * head_dim), "q: [T, Hq * D]"
-    assert q.dtype == kv.keys.dtype == kv.values.dtype, "rows and pages have one dtype"
+    form = Format.of(kv.codec)
+    form.require_pages(kv, q.dtype, context.page_size)
     _require_rows(context, q.shape[0])
     out = empty(q, (num_heads * head_dim,), q.dtype)
     lse = empty(q, (num_heads,), torch.float32) if want_lse else None
@@ -110,6 +174,8 @@ def attention(
         table_width=context.page_table.shape[1],
         key_pages=pointer(kv.keys),
         value_pages=pointer(kv.values),
+        key_scales=pointer(kv.key_scales),
+        value_scales=pointer(kv.value_scales),
         out=pointer(out),
         lse=pointer(lse),
         num_heads=num_heads,
@@ -118,9 +184,10 @@ def attention(
         page_size=context.page_size,
         kv_split=kv_split,
         storage=_STORAGE[q.dtype],
+        **dataclasses.asdict(form),
         scale=scale,
     )
-    submit(ATTENTION, arguments, q, keep=(context.page_table, kv.keys, kv.values))
+    submit(ATTENTION, arguments, q, keep=(context.page_table, kv.keys, kv.values, kv.key_scales, kv.value_scales))
     return out, lse
 
 
@@ -132,21 +199,24 @@ def attention_grad(
     lse: torch.Tensor,
     d_out: torch.Tensor,
     sample_starts: torch.Tensor,
+    codec: KVCodec,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     scale: float,
     leaves: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes and dtype."""
+    """Gradients of q, k and v, in their shapes and dtype. `scales`: FP32 [Hk] of keys and values where calibrated."""
+    num_kv_heads, head_dim, form = codec.num_kv_heads, codec.head_dim, Format.of(codec)
+    assert (scales is not None) == (form.format == 2), "calibrated scales, and no others"
+    key_scales, value_scales = scales or (None, None)
     assert d_out.shape == out.shape == q.shape and d_out.dtype == q.dtype, "d_out: like q"
     assert sample_starts.dtype == torch.int32, "sample_starts: int32 [S + 1]"
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     lengths = sample_starts[1:] - sample_starts[:-1]
     num_tiles = int(((lengths + (TILE_ROWS - 1)) // TILE_ROWS).sum())
-    # Mirrors attention_grad_bytes: four packed tiles, FP32 sums of dq, log-sum-exp and delta, a line for progress.
-    item_bytes = TILE_ROWS * head_dim * (4 * q.element_size() + 4) + 2 * TILE_ROWS * 4 + 64
+    # Mirrors attention_grad_bytes: four packed tiles, FP32 sums of dq, log-sum-exp, delta and scales, progress.
+    item_bytes = TILE_ROWS * head_dim * (4 * q.element_size() + 4) + 3 * TILE_ROWS * 4 + 64
     workspace = torch.empty(num_tiles * num_heads * item_bytes, dtype=torch.uint8)
     arguments = AttentionGradArguments(
         rows=q.shape[0],
@@ -155,6 +225,8 @@ def attention_grad(
         v=pointer(v),
         out=pointer(out),
         d_out=pointer(d_out),
+        key_scales=pointer(key_scales),
+        value_scales=pointer(value_scales),
         lse=pointer(lse),
         sample_starts=pointer(sample_starts),
         num_samples=lengths.shape[0],
@@ -168,6 +240,7 @@ def attention_grad(
         head_dim=head_dim,
         leaves=leaves,
         storage=_STORAGE[q.dtype],
+        **dataclasses.asdict(form),
         scale=scale,
     )
     submit(ATTENTION_GRAD, arguments, q)

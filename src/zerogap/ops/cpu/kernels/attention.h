@@ -9,9 +9,18 @@ namespace zg {
 // where tiles stand, never what is computed. For head_dim D a tile is D * 16 elements:
 //   keys:   BF16 [D / 2][16 keys][2 dims]    FP32 [D][16 keys]
 //   values: BF16 [8 key pairs][D][2 keys]    FP32 [16 keys][D]
+// FP8 pages hold a code per element in the same tiles, but two steps of BF16 side by side, so that 64 codes decode into
+// two steps at once (attention_codes.h).
 // A page holds [num_kv_heads][page_size / 16] tiles. What no key was written to may hold anything, NaN included.
 constexpr int TILE_KEYS = 16;
 constexpr int BLOCK_KEYS = 64;  // keys per softmax block, aligned to absolute position 0; rows of a gradient tile
+
+// How keys and values stand in pages, and the FP8 arithmetic that follows from it.
+enum KVFormat : int32_t {
+    KV_DENSE = 0,       // the storage dtype
+    KV_PER_TOKEN = 1,   // E4M3 codes; scales FP32 [num_pages, num_kv_heads, page_size], written with the codes
+    KV_CALIBRATED = 2,  // E4M3 codes; scales FP32 [num_kv_heads], given
+};
 
 // Stores k and v of each row at its absolute position.
 struct KVWriteArgs {
@@ -21,9 +30,20 @@ struct KVWriteArgs {
     const int32_t* page_table;             // [any, table_width]
     int64_t table_width;
     void *key_pages, *value_pages;
+    float *key_scales, *value_scales;  // as `format` says: written, only read, or null
     int32_t num_kv_heads, head_dim, page_size, storage;
+    int32_t format, pow2;              // KVFormat; scales are rounded up to powers of two
 };
 void run_kv_write(const void* args, Team& team);
+
+// amax[h] = max(amax[h], |k|) over the rows of KV head h; NaN counts as the largest.
+struct KVAmaxArgs {
+    int64_t rows;
+    const void* k;  // [rows, num_kv_heads * head_dim] storage dtype
+    float* amax;    // [num_kv_heads]
+    int32_t num_kv_heads, head_dim, storage;
+};
+void run_kv_amax(const void* args, Team& team);
 
 struct AttentionArgs {
     int64_t rows;
@@ -32,9 +52,11 @@ struct AttentionArgs {
     const int32_t* page_table;
     int64_t table_width;
     const void *key_pages, *value_pages;
+    const float *key_scales, *value_scales;
     void* out;   // [rows, num_heads * head_dim] storage dtype
     float* lse;  // [rows, num_heads] m + log(l), or null
     int32_t num_heads, num_kv_heads, head_dim, page_size, kv_split, storage;
+    int32_t format, pow2, fp8_math;  // fp8_math: queries and probabilities are quantised, too
     float scale;
 };
 void run_attention(const void* args, Team& team);
@@ -42,19 +64,22 @@ void run_attention(const void* args, Team& team);
 struct AttentionGradArgs {
     int64_t rows;
     const void *q, *k, *v, *out, *d_out;  // rows as above, k and v as given to kv_write
+    const float *key_scales, *value_scales;  // calibrated: [num_kv_heads]; else null, and found anew from the rows
     const float* lse;
     const int32_t* sample_starts;  // [num_samples + 1]; every sample starts at position 0
     int64_t num_samples, num_tiles;  // num_tiles: sum over samples of ceil(length / 64)
     void *dq, *dk, *dv;              // storage dtype
     void* workspace;                 // num_tiles * num_heads * attention_grad_bytes(head_dim, storage), 64-byte aligned
     int32_t num_heads, num_kv_heads, head_dim, leaves, storage;
+    int32_t format, pow2, fp8_math;
     float scale;
 };
 void run_attention_grad(const void* args, Team& team);
 
-// Workspace of one (tile of 64 rows, query head): q and d_out packed twice, log-sum-exp, delta, the dQ sums, progress.
+// Workspace of one (tile of 64 rows, query head): q and d_out packed twice, log-sum-exp, delta, scales of q, the dQ sums,
+// progress.
 constexpr int64_t attention_grad_bytes(int64_t head_dim, bool is_bf16) {
-    return 4 * BLOCK_KEYS * head_dim * (is_bf16 ? 2 : 4) + BLOCK_KEYS * head_dim * 4 + 2 * BLOCK_KEYS * 4 + 64;
+    return 4 * BLOCK_KEYS * head_dim * (is_bf16 ? 2 : 4) + BLOCK_KEYS * head_dim * 4 + 3 * BLOCK_KEYS * 4 + 64;
 }
 
 namespace {

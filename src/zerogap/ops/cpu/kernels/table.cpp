@@ -27,6 +27,7 @@ const OpEntry OPS[] = {
     {"unpack_codes", run_unpack_codes, sizeof(UnpackCodesArgs)},
     {"dequantise", run_dequantise, sizeof(DequantiseArgs)},
     {"kv_write", run_kv_write, sizeof(KVWriteArgs)},
+    {"kv_amax", run_kv_amax, sizeof(KVAmaxArgs)},
     {"attention", run_attention, sizeof(AttentionArgs)},
     {"attention_grad", run_attention_grad, sizeof(AttentionGradArgs)},
     {"norm", run_norm, sizeof(NormArgs)},

@@ -422,6 +422,23 @@ class FP8Blocks:
     gradients: bool
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockCodes:
+    """A matrix as a checkpoint stores it in FP8: value = grid value of the code * scale of its block.
+
+    Attributes:
+        codes: uint8 [N, K], E4M3.
+        scales: FP32 [ceil(N / 128), ceil(K / 128)], one per block of 128 x 128 (a file's `*_scale_inv`).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
     """What the numerics need to know of one named tensor of a checkpoint.

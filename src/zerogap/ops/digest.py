@@ -13,9 +13,11 @@ import torch
 from zerogap.ops.cpu import digest as kernels
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """32 hex digits over dtype, shape and bytes (the raw ones: -0 and +0 differ, NaN payloads count)."""
-    tensor = tensor.detach().contiguous()
-    head = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    hashes = kernels.chunk_hashes(tensor)
-    return hashlib.blake2b(head.encode() + b"\0" + hashes.numpy().tobytes(), digest_size=16).hexdigest()
+def digest(*tensors: torch.Tensor) -> str:
+    """32 hex digits over dtype, shape and bytes (the raw ones: -0 and +0 differ, NaN payloads count), in this order."""
+    name = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        tensor = tensor.detach().contiguous()
+        head = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        name.update(head.encode() + b"\0" + kernels.chunk_hashes(tensor).numpy().tobytes())
+    return name.hexdigest()

@@ -7,14 +7,22 @@ never change, and recorded programs stay valid.
 
 A trainable handle owns an FP32 master of the logical, unsharded tensor. What anyone computes with is the *published*
 value, the master rounded to the storage dtype; `publish()` is the only way from one to the other.
+
+A quantised matrix (`spec.fp8`) computes with E4M3 codes and block scales of its published BF16 value; panels hold the
+codes. A checkpoint may bring the codes themselves; they are taken over while the weight is not trained. Training starts
+from their values, and from then on codes are those of the published value, like every other weight's.
 """
 
 import torch
 
 from zerogap.errors import CheckpointError
+from zerogap.ops import quant
 from zerogap.ops.cpu import gemm
+from zerogap.ops.cpu import quant as cpu_quant
 from zerogap.ops.digest import digest
-from zerogap.types import WeightSpec
+from zerogap.types import BlockCodes, WeightSpec
+
+TINY = 2.0**-126  # magnitudes below are subnormal in FP32 and BF16
 
 
 class WeightHandle:
@@ -22,9 +30,13 @@ class WeightHandle:
 
     Attributes:
         spec, storage: what it is; torch dtype of the published value.
-        panels: packed forward panels (matrix, tied embedding) or None.
-        transposed: packed panels for the input gradient, after `enable_input_grad()`.
+        panels: packed forward panels (matrix, tied embedding) or None; FP8 panels of codes where `spec.fp8`.
+        transposed: packed panels for the input gradient, after `enable_input_grad()`; FP8 panels where
+            `spec.fp8.gradients`, else of the published value.
+        scales: FP32 block scales [ceil(N / 128), ceil(K / 128)] where `spec.fp8`, else None.
         rows: row-major published value of a vector or an embedding, else None.
+        published: row-major published value of a quantised matrix that is not trainable; None where there is a master,
+            and where a checkpoint brought codes.
         master: FP32 [shape] when trainable.
         grad: FP32 accumulator of the open gradient bin ([head_leaves, D] for query/key norm weights), else None.
         head_grad: the head part of a tied embedding's gradient, FP32 [V, H].
@@ -41,7 +53,14 @@ class WeightHandle:
         self.grad: torch.Tensor | None = None
         self.head_grad: torch.Tensor | None = None
         self.anchor = torch.zeros(())
-        if self.is_head_or_matrix:
+        self.scales: torch.Tensor | None = None
+        self.published: torch.Tensor | None = None
+        if spec.fp8 is not None:
+            assert storage == torch.bfloat16, f"{spec.name}: FP8 codes are those of BF16 values"
+            width, reduce = spec.shape
+            self.panels = cpu_quant.allocate_panels(width, reduce)
+            self.scales = torch.ones(cpu_quant.scales_shape(width, reduce))
+        elif self.is_head_or_matrix:
             width, reduce = spec.shape
             self.panels = gemm.allocate_panels(width, reduce, storage)
         if spec.kind != "matrix":
@@ -60,52 +79,106 @@ class WeightHandle:
     def trainable(self) -> bool:
         return self.master is not None
 
-    def load(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor | BlockCodes) -> None:
         """Take over a checkpoint tensor: its value rounded to the storage dtype is published.
 
+        Args:
+            tensor: a floating-point tensor, or the codes and scales of a block-FP8 checkpoint: taken over as they are
+                where this weight is quantised, not trainable, and has scales of that format; else by their BF16 values.
+
         Raises:
-            CheckpointError: other shape, or a dtype that is not a floating one.
+            CheckpointError: other shape, a dtype that is not a floating one, or codes or scales that are no numbers.
+            NonFiniteError: a weight to be quantised has a NaN or an infinity.
         """
         if tuple(tensor.shape) != self.spec.shape:
             raise CheckpointError(f"{self.spec.name}: shape {tuple(tensor.shape)}, the config says {self.spec.shape}")
+        if isinstance(tensor, BlockCodes):
+            quant.check_block_codes(tensor, self.spec.name)
+            fp8 = self.spec.fp8
+            if fp8 is not None and self.master is None and quant.has_format(tensor.scales, fp8.scale_format):
+                self._write_codes(tensor)
+                self.loaded = True
+                return
+            tensor = quant.dequantise(tensor.codes, tensor.scales)
         if not tensor.is_floating_point():
             raise CheckpointError(f"{self.spec.name}: dtype {tensor.dtype} is not a floating-point one")
         if self.master is not None:
             self.master.copy_(tensor)
             self.publish()
         else:
+            if self.spec.fp8 is not None:
+                self.published = tensor.to(self.storage, copy=True).contiguous()
+                tensor = self.published
             self._write(tensor.to(self.storage).contiguous())
         self.loaded = True
 
     def value(self) -> torch.Tensor:
-        """The published value, row-major [shape], storage dtype. A copy for matrices, the live tensor otherwise."""
+        """The published value, row-major [shape], storage dtype. A copy for matrices, the live tensor otherwise.
+
+        Of codes that a checkpoint brought: their value rounded to BF16.
+        """
         if self.rows is not None:
             return self.rows
+        if self.spec.fp8 is not None:
+            if self.master is not None:
+                # Published values hold no subnormals (docs/numerics.md, "Arithmetic").
+                return torch.where(self.master.abs() < TINY, self.master * 0, self.master).to(self.storage)
+            if self.published is not None:
+                return self.published.clone()
+            stored = self.codes()
+            return quant.dequantise(stored.codes, stored.scales)
         assert self.panels is not None, f"{self.spec.name} has neither rows nor panels"
         width, reduce = self.spec.shape
         return gemm.unpack(self.panels, width, reduce, self.storage)
 
+    def codes(self) -> BlockCodes:
+        """A copy of the codes and scales of a quantised matrix, row-major."""
+        assert self.panels is not None and self.scales is not None, f"{self.spec.name} is not quantised"
+        width, reduce = self.spec.shape
+        return BlockCodes(cpu_quant.unpack_codes(self.panels, width, reduce), self.scales.clone())
+
     def publish(self) -> None:
-        """Round the master to the storage dtype, in place, in every form that this weight has."""
+        """Round the master to the storage dtype, in place, in every form that this weight has.
+
+        Raises:
+            NonFiniteError: the master of a quantised weight has a NaN or an infinity.
+        """
         assert self.master is not None, f"{self.spec.name} is not trainable"
         self._write(self.master)
 
     def digest(self) -> str:
-        """32 hex digits over the published value."""
-        return digest(self.value())
+        """32 hex digits over what is computed with: the published value, or codes and scales."""
+        if self.spec.fp8 is None:
+            return digest(self.value())
+        stored = self.codes()
+        return digest(stored.codes, stored.scales)
 
     def set_trainable(self, trainable: bool) -> None:
-        """Create or drop the master (whose value is the published one)."""
+        """Create or drop the master (whose value is the published one).
+
+        Codes that a checkpoint brought become those of their published value.
+        """
         if trainable and self.master is None:
+            brought = self.spec.fp8 is not None and self.published is None
             self.master = self.value().to(torch.float32, copy=True)
+            self.published = None
+            if brought:
+                self.publish()
         if not trainable:
+            if self.spec.fp8 is not None and self.master is not None:
+                self.published = self.value()
             self.master = self.grad = self.head_grad = None
         self.anchor = torch.zeros((), requires_grad=trainable)
 
     def enable_input_grad(self) -> None:
         """Make the transposed panels that input gradients read, if this weight has panels at all."""
-        if self.panels is not None and self.transposed is None:
-            out, reduced = self.spec.shape
+        if self.panels is None or self.transposed is not None:
+            return
+        out, reduced = self.spec.shape
+        if self.spec.fp8 is not None and self.spec.fp8.gradients:
+            self.transposed = cpu_quant.allocate_panels(reduced, out)
+            cpu_quant.load_codes(self.codes().codes, None, self.transposed)
+        else:
             self.transposed = gemm.allocate_panels(reduced, out, self.storage)
             gemm.pack(self.value(), None, self.transposed)
 
@@ -117,10 +190,31 @@ class WeightHandle:
 
     def _write(self, source: torch.Tensor) -> None:
         """`source`: row-major, FP32 master or storage dtype."""
-        if self.panels is not None:
+        if self.spec.fp8 is not None:
+            self._quantise(source)
+        elif self.panels is not None:
             gemm.pack(source, self.panels, self.transposed)
         if self.rows is not None:
             self.rows.copy_(source)
             # Published values hold no subnormals (docs/numerics.md, "Arithmetic"); packing does the same.
             if source.dtype != self.rows.dtype:
                 self.rows.masked_fill_(self.rows.abs() < 2.0**-126, 0.0)
+
+    def _quantise(self, source: torch.Tensor) -> None:
+        fp8 = self.spec.fp8
+        assert fp8 is not None and self.scales is not None
+        transposed = self.transposed if fp8.gradients else None
+        cpu_quant.quantise_weight(source, fp8.scale_format, self.panels, transposed, self.scales)
+        quant.require_finite(self.scales, self.spec.name)
+        if self.transposed is not None and not fp8.gradients:
+            gemm.pack(source, None, self.transposed)
+
+    def _write_codes(self, stored: BlockCodes) -> None:
+        """Codes and scales of a checkpoint, as they are."""
+        assert self.spec.fp8 is not None and self.scales is not None
+        transposed = self.transposed if self.spec.fp8.gradients else None
+        cpu_quant.load_codes(stored.codes.contiguous(), self.panels, transposed)
+        self.scales.copy_(stored.scales)
+        self.published = None
+        if self.transposed is not None and not self.spec.fp8.gradients:
+            gemm.pack(self.value(), None, self.transposed)

@@ -12,8 +12,9 @@ Depends on: the block alone. Never on: other blocks, threads, instruction set.
 
 import torch
 
-from zerogap.errors import NonFiniteError
+from zerogap.errors import CheckpointError, NonFiniteError
 from zerogap.ops.cpu import quant as kernels
+from zerogap.types import BlockCodes
 
 BLOCK = kernels.BLOCK
 
@@ -74,3 +75,27 @@ def require_finite(scales: torch.Tensor, name: str) -> None:
         raise NonFiniteError(
             f"{name}: a NaN or an infinity in the block of 128 x 128 at row {row}, column {column} cannot be quantised"
         )
+
+
+def check_block_codes(stored: BlockCodes, name: str) -> None:
+    """Refuse codes and scales of a file that stand for no weight.
+
+    Raises:
+        CheckpointError: scales are not FP32 of the right shape, or one is not a positive normal number; a code is NaN.
+    """
+    codes, scales = stored.codes, stored.scales
+    expected = kernels.scales_shape(*codes.shape)
+    if codes.dtype != torch.uint8 or scales.dtype != torch.float32 or tuple(scales.shape) != expected:
+        raise CheckpointError(
+            f"{name}: codes {codes.dtype} {tuple(codes.shape)} with scales {scales.dtype} {tuple(scales.shape)}; "
+            f"blocks of {BLOCK} x {BLOCK} need float32 scales {expected}"
+        )
+    if not bool(((scales >= torch.finfo(torch.float32).tiny) & scales.isfinite()).all()):
+        raise CheckpointError(f"{name}: a scale is not a positive number")
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        raise CheckpointError(f"{name}: a code is NaN")
+
+
+def has_format(scales: torch.Tensor, scale_format: str) -> bool:
+    """True if positive normal scales are of `scale_format`: any are `fp32`, powers of two are `pow2`, too."""
+    return scale_format == "fp32" or not bool((scales.view(torch.int32) & 0x7FFFFF).any())

@@ -15,6 +15,7 @@ from zerogap.ops.cpu.library import Arguments, Operation, empty, pointer, record
 
 PANEL = 64
 MAX_SEGMENTS = 4
+BLOCK = 128  # elements of an axis that share an FP8 scale
 MODES = {"concatenate": 0, "chain": 1, "trees": 2}
 STORAGE = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -25,6 +26,8 @@ class _Segment(ctypes.Structure):
     _fields_ = (
         *[(name, _address) for name in ("x", "panels", "bias", "out")],
         *[(name, _int64) for name in ("width", "reduce", "leaf_size")],
+        *[(name, _address) for name in ("x_scales", "panel_scales")],
+        *[(name, _int64) for name in ("scale_row_stride", "scale_col_stride")],
     )
 
 
@@ -51,8 +54,8 @@ class _WeightGradArguments(Arguments):
         ("rows", _int64),
         *[(name, _address) for name in ("dy", "x", "pack_starts")],
         *[(name, _int64) for name in ("num_packs", "n", "k")],
-        *[(name, _address) for name in ("acc", "workspace")],
-        ("storage", _int32),
+        *[(name, _address) for name in ("acc", "workspace", "scales")],
+        *[(name, _int32) for name in ("storage", "pow2")],
     )
 
 
@@ -95,8 +98,11 @@ _unpack = Operation("unpack", _UnpackArguments)
 
 
 def panels_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Shape of the packed form of a weight [n, k]: [panels, pairs, 64, 2] in BF16, [panels, k, 64] in FP32."""
+    """Shape of the packed form of a weight [n, k]: [panels, pairs, 64, 2] in BF16, [panels, k, 64] in FP32, and
+    [panels, pairs, 128] as E4M3 codes (uint8)."""
     count = -(-n // PANEL)
+    if dtype == torch.uint8:
+        return (count, -(-k // 2), 2 * PANEL)
     return (count, -(-k // 2), PANEL, 2) if dtype == torch.bfloat16 else (count, k, PANEL)
 
 
@@ -140,7 +146,10 @@ def unpack(panels: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> torch.Te
 class Segment(NamedTuple):
     """One weight of a product: x [M, reduce] storage dtype, its panels [width, reduce], and how the sum is cut.
 
-    `leaf_size` counts elements of the reduced axis (even in BF16, the last leaf may be ragged); 0 means one leaf.
+    `leaf_size` counts elements of the reduced axis (even in BF16, a multiple of 128 in FP8, the last leaf may be
+    ragged); 0 means one leaf. FP8 segments have E4M3 values in x (BF16), their `x_scales` FP32 [M, ceil(reduce / 128)],
+    codes in the panels, and `panel_scales` FP32 [ceil(width / 128), ceil(reduce / 128)], or the transpose of that with
+    `transposed` (the panels of an input gradient, which share the forward weight's scales).
     """
 
     x: torch.Tensor
@@ -148,13 +157,44 @@ class Segment(NamedTuple):
     width: int
     leaf_size: int = 0
     bias: torch.Tensor | None = None
+    x_scales: torch.Tensor | None = None
+    panel_scales: torch.Tensor | None = None
+    transposed: bool = False
+
+
+def _check_operands(s: Segment) -> None:
+    reduce, dtype = s.x.shape[1], s.x.dtype
+    assert s.panels is not None, "product: this weight has no panels (its input gradient was not enabled)"
+    assert s.bias is None or (s.bias.dtype == dtype and tuple(s.bias.shape) == (s.width,)), "product: bias"
+    assert tuple(s.panels.shape) == panels_shape(s.width, reduce, s.panels.dtype), (
+        f"product: panels {tuple(s.panels.shape)} for a weight [{s.width}, {reduce}]"
+    )
+    if s.panel_scales is None:
+        assert s.panels.dtype == dtype and s.x_scales is None, f"product: {dtype} rows, {s.panels.dtype} panels"
+        assert dtype == torch.float32 or s.leaf_size % 2 == 0, "product: BF16 leaves are cut between pairs"
+        return
+    assert dtype == torch.bfloat16 and s.panels.dtype == torch.uint8, f"product: {dtype} and {s.panels.dtype} for FP8"
+    across, down = -(-reduce // BLOCK), -(-s.width // BLOCK)
+    shape = (across, down) if s.transposed else (down, across)
+    assert s.x_scales is not None and s.x_scales.shape == (s.x.shape[0], across), "product: FP8 rows without scales"
+    assert s.panel_scales.shape == shape, f"product: panel scales {tuple(s.panel_scales.shape)}, not {shape}"
+    assert s.x_scales.dtype == s.panel_scales.dtype == torch.float32, "product: scales are FP32"
+    assert s.leaf_size % BLOCK == 0, "product: FP8 leaves are cut between scale blocks"
+
+
+def _scale_strides(s: Segment) -> tuple[int, int]:
+    """Distance between the scales of two blocks of columns, and of two blocks of the reduced axis."""
+    if s.panel_scales is None:
+        return 0, 0
+    across = s.panel_scales.shape[1]
+    return (1, across) if s.transposed else (across, 1)
 
 
 def product(segments: Sequence[Segment], mode: str, fp32: bool = False) -> tuple[torch.Tensor, ...]:
     """Products of 1 to 4 weights in one native command.
 
     Args:
-        segments: all with the same rows and dtype.
+        segments: all with the same rows and dtype of x; FP8 and BF16 ones mix.
         mode: `concatenate`: one output [M, width] each. `chain`, `trees`: one output, summed over the segments as
             kernels/product.h says.
         fp32: outputs are FP32 and unrounded (subtree sums, logits).
@@ -166,13 +206,8 @@ def product(segments: Sequence[Segment], mode: str, fp32: bool = False) -> tuple
     leaves, outs, keep = set(), [], []
     for i, s in enumerate(segments):
         reduce = s.x.shape[1]
-        assert s.panels is not None, "product: this weight has no panels (its input gradient was not enabled)"
-        assert s.x.dtype == s.panels.dtype == dtype, f"product: {s.x.dtype} rows, {s.panels.dtype} panels"
-        assert tuple(s.panels.shape) == panels_shape(s.width, reduce, dtype), (
-            f"product: panels {tuple(s.panels.shape)} for a weight [{s.width}, {reduce}]"
-        )
-        assert s.bias is None or (s.bias.dtype == dtype and tuple(s.bias.shape) == (s.width,)), "product: bias"
-        assert dtype == torch.float32 or s.leaf_size % 2 == 0, "product: BF16 leaves are cut between pairs"
+        assert s.x.dtype == dtype and s.x.shape[0] == first.x.shape[0], "product: segments have other rows"
+        _check_operands(s)
         if mode == "concatenate" or i == 0:
             outs.append(empty(first.x, (s.width,), torch.float32 if fp32 else dtype))
         else:
@@ -180,9 +215,10 @@ def product(segments: Sequence[Segment], mode: str, fp32: bool = False) -> tuple
         leaves.add(-(-reduce // s.leaf_size) if s.leaf_size else 1)
         out = outs[-1]
         structs[i] = _Segment(
-            pointer(s.x), pointer(s.panels), pointer(s.bias), pointer(out), s.width, reduce, s.leaf_size
-        )
-        keep += [s.panels, s.bias]
+            pointer(s.x), pointer(s.panels), pointer(s.bias), pointer(out), s.width, reduce, s.leaf_size,
+            pointer(s.x_scales), pointer(s.panel_scales), *_scale_strides(s),
+        )  # fmt: skip
+        keep += [s.panels, s.bias, s.panel_scales]
     assert mode != "chain" or len(leaves) == 1, "product: chained segments have equally many leaves"
     arguments = _ProductArguments(first.x.shape[0], len(segments), MODES[mode], STORAGE[dtype], fp32, structs)
     submit(_product, arguments, first.x, tuple(keep))
@@ -203,21 +239,33 @@ def finish(sums: Sequence[torch.Tensor], bias: torch.Tensor | None, dtype: torch
 # ------------------------------------------------------------------------------------------------ gradients
 
 
-def weight_grad(dy: torch.Tensor, x: torch.Tensor, pack_starts: torch.Tensor, acc: torch.Tensor) -> None:
+def weight_grad(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    pack_starts: torch.Tensor,
+    acc: torch.Tensor,
+    scale_format: str | None = None,
+) -> None:
     """acc [n, k] FP32 += dy^T x over blocks of 128 rows of each pack, each from +0, added ascending.
 
     Args:
         dy: [M, n], x: [M, k], one storage dtype.
         pack_starts: int32 [packs + 1], first row of each pack, then M.
+        scale_format: FP8 operands (`fp32`, `pow2`): each column of dy and x is quantised to E4M3 per block of rows, and
+            a finished block enters as fma(block, fl32(scale_dy * scale_x), acc). None: the operands as they are.
     """
     assert not recording(), "gradients are not recorded"
+    assert scale_format in (None, "fp32", "pow2"), f"weight_grad: scale_format {scale_format}"
+    assert scale_format is None or dy.dtype == torch.bfloat16, f"weight_grad: {dy.dtype} is not quantised"
     (rows, n), k, packs = dy.shape, x.shape[1], pack_starts.shape[0] - 1
     assert x.shape[0] == rows and x.dtype == dy.dtype, f"weight_grad: {dy.shape} {dy.dtype}, {x.shape} {x.dtype}"
     assert acc.shape == (n, k) and acc.dtype == torch.float32 and pack_starts.dtype == torch.int32
-    workspace = torch.empty((PANEL * -(-k // PANEL) + 16 * -(-n // 16)) * (rows + packs), dtype=dy.dtype)
+    columns = PANEL * -(-k // PANEL) + 16 * -(-n // 16)
+    workspace = torch.empty(columns * (rows + packs), dtype=dy.dtype)
+    scales = None if scale_format is None else torch.empty(columns * (rows // BLOCK + packs), dtype=torch.float32)
     arguments = _WeightGradArguments(
         rows, pointer(dy), pointer(x), pointer(pack_starts), packs, n, k, pointer(acc), pointer(workspace),
-        STORAGE[dy.dtype],
+        pointer(scales), STORAGE[dy.dtype], scale_format == "pow2",
     )  # fmt: skip
     submit(_weight_grad, arguments, dy)
 

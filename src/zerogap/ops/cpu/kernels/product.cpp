@@ -2,8 +2,10 @@
 //
 // A work item is one panel (64 columns) times one block of rows; the panel's reduced axis is walked leaf by leaf, each
 // leaf into its own block of accumulators, and finished leaves are merged like a binary counter: that is the fixed tree
-// (adjacent pairs, an odd last one passes up). Threads claim one item ahead, so that its panel can be prefetched.
-#include "product_tile.h"
+// (adjacent pairs, an odd last one passes up). FP8 segments go through a leaf scale block by scale block. Threads claim
+// one item ahead, so that its panel can be prefetched.
+#include "product_fp8.h"
+#include <type_traits>
 
 namespace zg {
 namespace {
@@ -57,29 +59,38 @@ template <typename T> struct Worker {
     Item next;
     float* blocks;     // [level][rows][PANEL]
     int64_t level_size;
+    bf16* unpacked;    // an FP8 panel's scale block, where a segment has one
 
     float* level(int64_t i) { return blocks + i * level_size; }
-    const T* panel(const Item& it, int64_t segment) const {
+    // Element k, the first of a step, of an item's panel.
+    const char* panel(const Item& it, int64_t segment, int64_t k) const {
         const ProductSegment& s = plan.args.segment[segment];
-        return static_cast<const T*>(s.panels) + it.panel * panel_size<T>(s.reduce);
+        const int64_t bytes = s.panel_scales ? 1 : sizeof(T);
+        return static_cast<const char*>(s.panels) + (it.panel * panel_size<T>(s.reduce) + k * PANEL) * bytes;
+    }
+    // The same element in the next item's panel, to prefetch, or null. In CONCATENATE the next item may lie in another
+    // segment; its panels are then shorter or longer, or of another type.
+    const char* far_ahead(int64_t segment, int64_t k) const {
+        if (!ahead) return nullptr;
+        if (plan.segments == 1) return panel(next, segment, k);
+        const ProductSegment &s = plan.args.segment[segment], &n = plan.args.segment[next.segment];
+        if (n.reduce != s.reduce || !n.panel_scales != !s.panel_scales) return nullptr;
+        return panel(next, next.segment, k);
     }
 
     // Runs elements [from, to) of a segment's reduced axis through the accumulators of all rows.
     void slice(int64_t segment, int64_t from, int64_t to, float* c, bool start) {
         const ProductSegment& s = plan.args.segment[segment];
+        if (from == to && start) return zero_block(c);
+        if constexpr (std::is_same_v<T, bf16>)
+            if (s.panel_scales) return scaled_slice(s, segment, from, to, c, start);
         constexpr int64_t PER = Storage<T>::PER_STEP;
         const int64_t tiles = ceil_div(item.rows, int64_t(Storage<T>::TILE_ROWS));
-        if (from == to && start) { zero_block(c); return; }
         for (int64_t k = from; k < to; k += CHUNK_STEPS * PER) {
             const int64_t end = min_of(to, k + CHUNK_STEPS * PER);
             const T* x = static_cast<const T*>(s.x) + item.row * s.reduce + k;
-            const T* b = panel(item, segment) + k * PANEL;
-            // In CONCATENATE the next item may lie in another segment; its panels are then shorter or longer.
-            const ProductSegment& n = plan.args.segment[next.segment];
-            const int64_t ahead_segment = plan.segments == 1 ? segment : next.segment;
-            const char* far = nullptr;
-            if (ahead && (plan.segments == 1 || n.reduce == s.reduce))
-                far = reinterpret_cast<const char*>(panel(next, ahead_segment) + k * PANEL);
+            const T* b = reinterpret_cast<const T*>(panel(item, segment, k));
+            const char* far = far_ahead(segment, k);
             int64_t row = 0;
             for (int64_t t = 0; t < tiles; t++) {
                 const int64_t rows = ceil_div(item.rows - row, tiles - t);
@@ -95,6 +106,26 @@ template <typename T> struct Worker {
                 else any_tile<T, false, 4>(rows, a, s.reduce, b, out, end - k, fresh, p);
                 row += rows;
             }
+        }
+    }
+    void scaled_slice(const ProductSegment& s, int64_t segment, int64_t from, int64_t to, float* c, bool start) {
+        const int64_t across = ceil_div(s.reduce, SCALE_BLOCK);
+        for (int64_t k = from; k < to; k += SCALE_BLOCK) {
+            const int64_t column = k / SCALE_BLOCK, scale_row = item.panel * PANEL / SCALE_BLOCK;
+            BlockProduct block;
+            block.x = static_cast<const bf16*>(s.x) + item.row * s.reduce + k;
+            block.lda = s.reduce;
+            block.rows = item.rows;
+            block.reduce = min_of(SCALE_BLOCK, to - k);
+            block.codes = reinterpret_cast<const uint8_t*>(panel(item, segment, k));
+            block.x_scales = s.x_scales + item.row * across + column;
+            block.scale_stride = across;
+            block.panel_scale = s.panel_scales[scale_row * s.scale_row_stride + column * s.scale_col_stride];
+            block.c = c;
+            block.start = start && k == from;
+            block.far = far_ahead(segment, k);
+            block.unpacked = unpacked;
+            block.run();
         }
     }
     void zero_block(float* c) { memset(c, 0, item.rows * PANEL * sizeof(float)); }
@@ -155,13 +186,16 @@ template <typename T> void product(const ProductArgs& args, Team& team) {
         levels = max_of(levels, need);
     }
     const int64_t level_size = plan.block_rows * PANEL;
-    float* blocks = static_cast<float*>(team.scratch_bytes(levels * level_size * int64_t(sizeof(float))));
+    const int64_t level_bytes = levels * level_size * int64_t(sizeof(float));
+    char* scratch = static_cast<char*>(team.scratch_bytes(level_bytes + UNPACKED * int64_t(sizeof(bf16))));
+    float* blocks = reinterpret_cast<float*>(scratch);
+    bf16* unpacked = reinterpret_cast<bf16*>(scratch + level_bytes);
     int64_t index = team.next(0);
     while (index < items) {
         const int64_t following = team.next(0);
         const Item item = plan.item(index), next = plan.item(min_of(following, items - 1));
         const bool ahead = following < items && (next.panel != item.panel || next.segment != item.segment);
-        Worker<T>{plan, item, ahead, next, blocks, level_size}.run();
+        Worker<T>{plan, item, ahead, next, blocks, level_size, unpacked}.run();
         index = following;
     }
 }

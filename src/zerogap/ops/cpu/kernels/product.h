@@ -7,6 +7,8 @@ namespace zg {
 // Columns of a packed panel. A panel holds 64 output columns for the whole reduced axis:
 //   BF16: [ceil(reduce / 2)][64][2]  (pairs along the reduced axis; an odd tail is a zero)
 //   FP32: [reduce][64]
+//   FP8:  uint8 [ceil(reduce / 2)][128]  E4M3 codes, a pair along the reduced axis per step. Column v * 16 + c of the
+//         panel, element i of the pair: byte (v / 2) * 64 + (c / 4) * 16 + (v % 2) * 8 + (c % 4) * 2 + i
 // The last panel's missing columns are zero. A packed weight is [ceil(width / 64)] panels.
 constexpr int PANEL = 64;
 
@@ -17,6 +19,12 @@ struct ProductSegment {
     void* out;           // [rows, width]; ignored but in segment 0 where segments are summed
     int64_t width, reduce;
     int64_t leaf_size;   // elements of the reduced axis per leaf (the last may be ragged); 0 means one leaf
+    // FP8 where panel_scales is given: x holds E4M3 values as BF16, panels their codes; FP32 scales per 128 elements of
+    // the reduced axis and row of x (x_scales [rows, ceil(reduce / 128)]), or 128 columns of the weight: that of columns
+    // 128 i .. and elements 128 j .. is panel_scales[i * scale_row_stride + j * scale_col_stride]. Several leaves are
+    // then cut between scale blocks. BF16 storage only; segments with and without scales mix.
+    const float *x_scales, *panel_scales;
+    int64_t scale_row_stride, scale_col_stride;
 };
 
 enum ProductMode : int32_t {
@@ -53,7 +61,11 @@ struct WeightGradArgs {
     int64_t num_packs, n, k;
     float* acc;
     void* workspace;  // storage dtype: (64 ceil(k / 64) + 16 ceil(n / 16)) * (rows + num_packs) elements
+    // FP8 where given (BF16 storage): dy and x are quantised per column and block of rows, and a finished block's sum
+    // enters by acc = fma(sum, fl32(scale_dy[n] * scale_x[k]), acc).
+    float* scales;  // workspace: (64 ceil(k / 64) + 16 ceil(n / 16)) * (rows / 128 + num_packs) elements
     int32_t storage;
+    int32_t pow2;  // scales are powers of two
 };
 void run_weight_grad(const void* args, Team& team);
 

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from zerogap.ops.cpu import memory
+from zerogap.ops.cpu import memory, quant
 from zerogap.ops.cpu.library import Arguments, Operation, empty, pointer, recording, submit
 
 PANEL = 64
 MAX_SEGMENTS = 4
-BLOCK = 128  # elements of an axis that share an FP8 scale
 MODES = {"concatenate": 0, "chain": 1, "trees": 2}
 STORAGE = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -98,11 +97,8 @@ _unpack = Operation("unpack", _UnpackArguments)
 
 
 def panels_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Shape of the packed form of a weight [n, k]: [panels, pairs, 64, 2] in BF16, [panels, k, 64] in FP32, and
-    [panels, pairs, 128] as E4M3 codes (uint8)."""
+    """Shape of the packed form of a weight [n, k]: [panels, pairs, 64, 2] in BF16, [panels, k, 64] in FP32."""
     count = -(-n // PANEL)
-    if dtype == torch.uint8:
-        return (count, -(-k // 2), 2 * PANEL)
     return (count, -(-k // 2), PANEL, 2) if dtype == torch.bfloat16 else (count, k, PANEL)
 
 
@@ -166,20 +162,20 @@ def _check_operands(s: Segment) -> None:
     reduce, dtype = s.x.shape[1], s.x.dtype
     assert s.panels is not None, "product: this weight has no panels (its input gradient was not enabled)"
     assert s.bias is None or (s.bias.dtype == dtype and tuple(s.bias.shape) == (s.width,)), "product: bias"
-    assert tuple(s.panels.shape) == panels_shape(s.width, reduce, s.panels.dtype), (
-        f"product: panels {tuple(s.panels.shape)} for a weight [{s.width}, {reduce}]"
-    )
+    fp8 = s.panel_scales is not None
+    shape = quant.panels_shape(s.width, reduce) if fp8 else panels_shape(s.width, reduce, dtype)
+    assert tuple(s.panels.shape) == shape, f"product: panels {tuple(s.panels.shape)} of a weight [{s.width}, {reduce}]"
     if s.panel_scales is None:
         assert s.panels.dtype == dtype and s.x_scales is None, f"product: {dtype} rows, {s.panels.dtype} panels"
         assert dtype == torch.float32 or s.leaf_size % 2 == 0, "product: BF16 leaves are cut between pairs"
         return
     assert dtype == torch.bfloat16 and s.panels.dtype == torch.uint8, f"product: {dtype} and {s.panels.dtype} for FP8"
-    across, down = -(-reduce // BLOCK), -(-s.width // BLOCK)
-    shape = (across, down) if s.transposed else (down, across)
-    assert s.x_scales is not None and s.x_scales.shape == (s.x.shape[0], across), "product: FP8 rows without scales"
+    shape = quant.scales_shape(reduce, s.width) if s.transposed else quant.scales_shape(s.width, reduce)
     assert s.panel_scales.shape == shape, f"product: panel scales {tuple(s.panel_scales.shape)}, not {shape}"
+    shape = (s.x.shape[0], -(-reduce // quant.BLOCK))
+    assert s.x_scales is not None and s.x_scales.shape == shape, "product: FP8 rows without their scales"
     assert s.x_scales.dtype == s.panel_scales.dtype == torch.float32, "product: scales are FP32"
-    assert s.leaf_size % BLOCK == 0, "product: FP8 leaves are cut between scale blocks"
+    assert s.leaf_size % quant.BLOCK == 0, "product: FP8 leaves are cut between scale blocks"
 
 
 def _scale_strides(s: Segment) -> tuple[int, int]:
@@ -255,17 +251,17 @@ def weight_grad(
             a finished block enters as fma(block, fl32(scale_dy * scale_x), acc). None: the operands as they are.
     """
     assert not recording(), "gradients are not recorded"
-    assert scale_format in (None, "fp32", "pow2"), f"weight_grad: scale_format {scale_format}"
     assert scale_format is None or dy.dtype == torch.bfloat16, f"weight_grad: {dy.dtype} is not quantised"
     (rows, n), k, packs = dy.shape, x.shape[1], pack_starts.shape[0] - 1
     assert x.shape[0] == rows and x.dtype == dy.dtype, f"weight_grad: {dy.shape} {dy.dtype}, {x.shape} {x.dtype}"
     assert acc.shape == (n, k) and acc.dtype == torch.float32 and pack_starts.dtype == torch.int32
     columns = PANEL * -(-k // PANEL) + 16 * -(-n // 16)
     workspace = torch.empty(columns * (rows + packs), dtype=dy.dtype)
-    scales = None if scale_format is None else torch.empty(columns * (rows // BLOCK + packs), dtype=torch.float32)
+    scales = None if scale_format is None else torch.empty(columns * (rows // quant.BLOCK + packs), dtype=torch.float32)
+    pow2 = 0 if scale_format is None else quant.SCALE_FORMATS[scale_format]
     arguments = _WeightGradArguments(
         rows, pointer(dy), pointer(x), pointer(pack_starts), packs, n, k, pointer(acc), pointer(workspace),
-        pointer(scales), STORAGE[dy.dtype], scale_format == "pow2",
+        pointer(scales), STORAGE[dy.dtype], pow2,
     )  # fmt: skip
     submit(_weight_grad, arguments, dy)
 

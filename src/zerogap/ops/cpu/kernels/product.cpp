@@ -109,14 +109,14 @@ template <typename T> struct Worker {
         }
     }
     void scaled_slice(const ProductSegment& s, int64_t segment, int64_t from, int64_t to, float* c, bool start) {
-        const int64_t across = ceil_div(s.reduce, SCALE_BLOCK);
-        for (int64_t k = from; k < to; k += SCALE_BLOCK) {
-            const int64_t column = k / SCALE_BLOCK, scale_row = item.panel * PANEL / SCALE_BLOCK;
+        const int64_t across = ceil_div(s.reduce, QUANT_BLOCK);
+        for (int64_t k = from; k < to; k += QUANT_BLOCK) {
+            const int64_t column = k / QUANT_BLOCK, scale_row = item.panel * PANEL / QUANT_BLOCK;
             BlockProduct block;
             block.x = static_cast<const bf16*>(s.x) + item.row * s.reduce + k;
             block.lda = s.reduce;
             block.rows = item.rows;
-            block.reduce = min_of(SCALE_BLOCK, to - k);
+            block.reduce = min_of(QUANT_BLOCK, to - k);
             block.codes = reinterpret_cast<const uint8_t*>(panel(item, segment, k));
             block.x_scales = s.x_scales + item.row * across + column;
             block.scale_stride = across;

@@ -1,6 +1,6 @@
 // The register tile of FP8 products: one scale block of the reduced axis, up to six rows by 64 columns.
 //
-// An FP8 operand is E4M3 codes with one FP32 scale per block of SCALE_BLOCK elements of the reduced axis. Inside a block
+// An FP8 operand is E4M3 codes with one FP32 scale per block of 128 elements of the reduced axis. Inside a block
 // the grid values are multiplied and summed from +0 exactly as BF16 values are (product_tile.h): the products are exact.
 // The finished block then enters the accumulator with one fused multiply-add, acc = fma(block, fl32(s_left * s_right),
 // acc), blocks ascending. A row's bits do not depend on the tile's shape, nor on where codes become BF16: in registers
@@ -8,12 +8,11 @@
 #pragma once
 #include "e4m3.h"
 #include "product_tile.h"
+#include "quant.h"
 
 namespace zg {
 
-constexpr int64_t SCALE_BLOCK = 128;              // elements of the reduced axis, and columns, that share a scale
-constexpr int64_t STEP_CODES = 2 * PANEL;         // bytes of a panel per step (product.h, "FP8")
-constexpr int64_t UNPACKED = SCALE_BLOCK * PANEL;  // elements of a panel's scale block
+constexpr int64_t UNPACKED = QUANT_BLOCK * PANEL;  // elements of a panel's scale block
 
 // Scales of one block: of rows `stride` apart and one panel (product), or of rows and single columns (weight gradient).
 struct PanelScales {
@@ -50,7 +49,7 @@ template <bool KEEP> struct Codes {
         static_assert(NV == PANEL / LANES, "one pass over all vectors");
         P16 y[NV];
         for (int v = 0; v < NV; v += 2)
-            decoder.pair(_mm512_loadu_si512(codes + s * STEP_CODES + v * 32), y[v], y[v + 1]);
+            decoder.pair(_mm512_loadu_si512(codes + s * FP8_STEP + v * 32), y[v], y[v + 1]);
         if (KEEP)
             for (int v = 0; v < NV; v++) _mm512_storeu_si512(unpacked + (s * PANEL + v * LANES) * 2, y[v]);
 #pragma GCC unroll 8

@@ -256,9 +256,10 @@ def preset(name: "str | Numerics", **overrides: Any) -> Numerics:
         base = PRESETS[name]
     else:
         raise ConfigError("numerics", name, f"choose one of {', '.join(PRESETS)}")
-    unknown = set(overrides) - {f.name for f in dataclasses.fields(Numerics)}
-    if unknown:
-        raise ConfigError(f"numerics.{min(unknown)}", overrides[min(unknown)], "the contract has no such field")
+    known = [f.name for f in dataclasses.fields(Numerics)]
+    if unknown := sorted(set(overrides) - set(known)):
+        mend = f"the contract has no such field; there are {', '.join(known)}"
+        raise ConfigError(f"numerics.{unknown[0]}", overrides[unknown[0]], mend)
     return dataclasses.replace(base, **typed_fields(overrides))
 
 

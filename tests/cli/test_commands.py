@@ -13,7 +13,7 @@ from zerogap.cli.display import as_time
 from zerogap.config import load_config
 from zerogap.errors import ConfigError, ParityError
 
-COMMANDS = ("demo", "train", "audit", "verify", "generate", "export")
+COMMANDS = ("demo", "train", "audit", "verify", "inspect", "generate", "export")
 
 
 def test_help_names_every_command_and_imports_no_torch():

@@ -9,6 +9,7 @@ from zerogap.cli.audit import audit
 from zerogap.cli.demo import demo
 from zerogap.cli.export import export
 from zerogap.cli.generate import generate
+from zerogap.cli.inspect import inspect
 from zerogap.cli.train import train
 from zerogap.cli.verify import verify
 from zerogap.errors import ConfigError, ZerogapError
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo, train, audit, verify, generate, export):
+for _command in (demo, train, audit, verify, inspect, generate, export):
     app.command()(_command)
 
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from zerogap.cli.numerics_option import contract_from
+
 
 def export(
     model: Annotated[str, typer.Argument(help="A model folder, hub id or .gguf file.")],
@@ -16,10 +18,9 @@ def export(
     What is written is what engine and trainer compute with, so log-probs of the exported model are the same bits.
     """
     from zerogap.models.decoder import Decoder
-    from zerogap.numerics import preset
     from zerogap.weights import open_model, save_folder
 
-    contract = preset(numerics)
+    contract = contract_from(numerics)
     files = open_model(model)
     decoder = Decoder(files.spec, contract, max_positions=64).load(files.tensors())
     tensors = ((name, handle.value()) for name, handle in decoder.weights.items())

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from zerogap.cli.numerics_option import NUMERICS_HELP, contract_from
+
 
 def generate(
     model: Annotated[str, typer.Argument(help="A model folder, hub id or .gguf file with a tokenizer.")],
@@ -21,13 +23,12 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="String that ends a completion; may be repeated.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Keys every draw; the same seed gives the same tokens.")] = 0,
-    numerics: Annotated[str, typer.Option(help="Numerics contract: fp32 or bf16.")] = "bf16",
+    numerics: Annotated[str, typer.Option(help=NUMERICS_HELP)] = "bf16",
     logprobs: Annotated[bool, typer.Option(help="Print each completion's total log-prob.")] = False,
 ) -> None:
     """Complete prompts. Sampling settings are those given here; none come from the model folder."""
     from zerogap.errors import ConfigError
     from zerogap.models.decoder import Decoder
-    from zerogap.numerics import preset
     from zerogap.rollout.engine import Engine
     from zerogap.text import Tokenizer
     from zerogap.types import SamplingKey, SamplingParams
@@ -37,7 +38,7 @@ def generate(
     if not prompts:
         raise ConfigError("prompt", None, "give --prompt TEXT or --prompt-file FILE")
     params = SamplingParams(temperature, top_k, top_p, min_p, max_tokens, stop=tuple(stop or ()))
-    contract = preset(numerics)
+    contract = contract_from(numerics)
     files = open_model(model)
     tokenizer = Tokenizer.from_files(files.tokenizer_files(), files.chat_template)
     if notice := sampling_defaults_notice(files):

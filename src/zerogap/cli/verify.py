@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from zerogap.cli.numerics_option import NUMERICS_HELP, contract_from
+
 # Real text for models that come with a tokenizer; models without one are verified on random ids alone.
 TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
@@ -20,7 +22,7 @@ def verify(
     model: Annotated[
         str | None, typer.Argument(help="A model folder, hub id or .gguf file. A folder without a tokenizer is fine.")
     ] = None,
-    numerics: Annotated[str, typer.Option(help="Numerics contract: fp32 or bf16.")] = "bf16",
+    numerics: Annotated[str, typer.Option(help=NUMERICS_HELP)] = "bf16",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     inject: Annotated[
         str | None, typer.Option(help="Plant a fault first, to see its check turn red (see --list-faults).")
@@ -56,14 +58,13 @@ def _run(console: Console, model: str, numerics: str, inject: str | None, thread
     from contextlib import nullcontext
 
     from zerogap.models.decoder import Decoder
-    from zerogap.numerics import preset
     from zerogap.ops.cpu import library
     from zerogap.text import Tokenizer
     from zerogap.verify.faults import fault, planted
     from zerogap.verify.ladder import LADDER, climb, subject_for
     from zerogap.weights import open_model
 
-    contract = preset(numerics)
+    contract = contract_from(numerics)
     chosen = fault(inject) if inject else None
     files = open_model(model)
     with console.status(f"loading {model}"):

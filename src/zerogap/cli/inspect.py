@@ -1,0 +1,211 @@
+"""`zerogap inspect`: what a model is under a contract, from its headers alone: no weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from zerogap.cli.numerics_option import NUMERICS_HELP, contract_from
+
+if TYPE_CHECKING:
+    from zerogap.models.inventory import TensorForm
+    from zerogap.models.spec import ModelSpec
+    from zerogap.numerics import Numerics
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A model folder, hub id or .gguf file, or smollm2-135m-instruct.")],
+    numerics: Annotated[str, typer.Option(help=NUMERICS_HELP)] = "bf16",
+    every: Annotated[
+        bool, typer.Option("--all", help="List every tensor; otherwise equal layers share a line.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all of it to this file.")] = None,
+) -> None:
+    """Show what MODEL is under a numerics contract: sizes, every field of the contract, and the exact list of tensors
+    that are quantised, with what stays as it is and why.
+
+    Rollout and trainer both follow this list; checkpoints and saved weights carry it and are refused where it differs.
+    """
+    from zerogap.models.inventory import inventory
+    from zerogap.weights import open_model
+
+    contract = contract_from(numerics)
+    files = open_model(model)
+    forms = inventory(files.spec, contract)
+    console = Console()
+    print_model(console, model, str(files.source), files.spec, contract)
+    chosen, kept = [f for f in forms if f.quantised], [f for f in forms if not f.quantised]
+    if chosen:
+        print_quantised(console, chosen, every)
+    print_kept(console, kept, every, contract)
+    console.print()
+    print_totals(console, files.spec, contract, forms)
+    if json_file is not None:
+        facts = {"model": model, "source": str(files.source), **as_json(files.spec, contract, forms)}
+        json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written: {json_file}", highlight=False, soft_wrap=True)
+
+
+# ---------------------------------------------------------------------------------------------------- for people
+
+
+def print_model(console: Console, model: str, source: str, spec: ModelSpec, contract: Numerics) -> None:
+    """Family, sizes, contract with every field, leaves."""
+    from zerogap.cli.display import print_facts
+
+    rope = spec.rope.kind if spec.rope.kind == "default" else f"{spec.rope.kind} x {spec.rope.factor:g}"
+    extras = [name for name in ("tied", "qkv_bias", "o_bias", "qk_norm") if getattr(spec, name)]
+    fields = ", ".join(f"{key} {_shown(value)}" for key, value in contract.fields().items() if key != "name")
+    facts = [
+        ("model", f"{model} ({spec.family})" + ("" if source == model else f", from {source}")),
+        (
+            "sizes",
+            f"{spec.num_layers} layers, hidden {spec.hidden_size:,}, MLP {spec.intermediate_size:,}, {spec.num_heads} "
+            f"heads / {spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size:,}, "
+            f"{spec.max_position:,} positions, RoPE {rope} (theta {spec.rope.theta:g})"
+            + (f", {', '.join(extras)}" if extras else ""),
+        ),
+        ("numerics", f"{contract.name}, contract {contract.fingerprint()}"),
+        ("contract", fields),
+        ("leaves", ", ".join(f"{key} {value}" for key, value in leaves(spec, contract).items())),
+    ]
+    print_facts(console, facts)
+
+
+def _shown(value: object) -> str:
+    return ("none" if not value else " ".join(value)) if isinstance(value, list) else str(value)
+
+
+def leaves(spec: ModelSpec, contract: Numerics) -> dict[str, int]:
+    """Into how many parts each reduction is cut that a layout may split (docs/numerics.md)."""
+    return {
+        "attention": contract.head_leaves(spec.num_heads, spec.q_width),
+        "KV": contract.head_leaves(spec.num_kv_heads, spec.kv_width),
+        "MLP": contract.axis_leaves(spec.intermediate_size),
+        "vocabulary": -(-spec.vocab_size // contract.vocab_leaf_size(spec.vocab_size)),
+    }
+
+
+def folded(forms: Sequence[TensorForm], every: bool) -> list[tuple[str, list[TensorForm]]]:
+    """(label, tensors) per line of a table: tensors of equal role, shape and reason share one unless `every`."""
+    if every:
+        return [(form.name, [form]) for form in forms]
+    groups: dict[tuple, list[TensorForm]] = {}
+    for form in sorted(forms, key=lambda f: (f.layer is not None, f.layer or 0)):
+        role = form.name if form.layer is None else form.name.partition(f"layers.{form.layer}.")[2]
+        groups.setdefault((role.removesuffix(".weight"), form.shape, form.why), []).append(form)
+    lines = []
+    for (role, _, _), group in groups.items():
+        layers = ranges([f.layer for f in group if f.layer is not None])
+        lines.append((f"{role}, layer{'s' if len(group) > 1 else ''} {layers}" if layers else role, group))
+    return lines
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: `0-3, 5`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def print_quantised(console: Console, forms: Sequence[TensorForm], every: bool) -> None:
+    """What stands in FP8: bytes of codes and scales, against BF16."""
+    rows = []
+    for label, group in folded(forms, every):
+        sizes = [sum(getattr(f, name) for f in group) for name in ("code_bytes", "scale_bytes", "plain_bytes")]
+        rows.append((label, _shape(group[0]), *map(as_bytes, sizes)))
+    _print_lines(console, "Quantised", forms, ("tensor", "shape", "codes", "scales", "in BF16"), rows)
+
+
+def print_kept(console: Console, forms: Sequence[TensorForm], every: bool, contract: Numerics) -> None:
+    """What keeps the storage dtype, and why."""
+    rows = []
+    for label, group in folded(forms, every):
+        rows.append((label, _shape(group[0]), as_bytes(sum(f.nbytes for f in group)), group[0].why))
+    title = f"Stays {contract.storage.value.upper()}"
+    _print_lines(console, title, forms, ("tensor", "shape", "bytes", "why"), rows)
+
+
+def _print_lines(
+    console: Console, title: str, forms: Sequence[TensorForm], head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Aligned columns on whole lines: a name that is broken cannot be searched for."""
+    console.print(
+        f"\n[bold]{title}[/]: {len(forms)} tensors, {sum(f.size for f in forms):,} parameters", highlight=False
+    )
+    left = {"tensor", "why"}
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for line, style in ((head, "dim"), *((row, None) for row in rows)):
+        cells = [c.ljust(w) if name in left else c.rjust(w) for name, c, w in zip(head, line, widths, strict=True)]
+        console.print("  ".join(cells).rstrip(), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_totals(console: Console, spec: ModelSpec, contract: Numerics, forms: Sequence[TensorForm]) -> None:
+    """Bytes of all weights and of the KV cache, against BF16 where that is another number."""
+    from zerogap.cli.display import print_facts
+    from zerogap.models.inventory import kv_bytes
+    from zerogap.numerics import PRESETS
+
+    weights, plain = sum(f.nbytes for f in forms), sum(f.plain_bytes for f in forms)
+    cache, beside = kv_bytes(spec, contract)
+    usual = sum(kv_bytes(spec, PRESETS["bf16"]))
+    scales = f" ({as_bytes(cache)} codes, {as_bytes(beside)} scales)" if beside else ""
+    facts = [
+        ("weights", f"{as_bytes(weights)}, {sum(f.size for f in forms):,} parameters" + _against(weights, plain)),
+        ("KV cache", f"{as_bytes(cache + beside)} per token{scales}" + _against(cache + beside, usual)),
+    ]
+    if contract.kv_scale == "calibrated":
+        facts.append(("KV scales", f"{2 * spec.num_layers * spec.num_kv_heads} per weight version, calibrated"))
+    print_facts(console, facts)
+
+
+def _against(size: int, bf16: int) -> str:
+    return "" if size == bf16 else f"; in BF16 {as_bytes(bf16)} ({size / bf16:.1%})"
+
+
+def _shape(form: TensorForm) -> str:
+    return " x ".join(str(size) for size in form.shape)
+
+
+def as_bytes(size: int) -> str:
+    """`512 B`, `1.50 KiB`, `13.0 GiB`: three digits."""
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    digits = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+# ---------------------------------------------------------------------------------------------------- for programs
+
+
+def as_json(spec: ModelSpec, contract: Numerics, forms: Sequence[TensorForm]) -> dict[str, Any]:
+    """All of it, every tensor by name."""
+    import dataclasses
+
+    from zerogap.models.inventory import kv_bytes
+
+    cache, beside = kv_bytes(spec, contract)
+    return {
+        "spec": dataclasses.asdict(spec),
+        "numerics": contract.fields(),
+        "fingerprint": contract.fingerprint(),
+        "leaves": leaves(spec, contract),
+        "quantised": [form.name for form in forms if form.quantised],
+        "parameters": sum(form.size for form in forms),
+        "weight_bytes": sum(form.nbytes for form in forms),
+        "plain_weight_bytes": sum(form.plain_bytes for form in forms),
+        "kv_bytes_per_token": {"keys_and_values": cache, "scales": beside},
+        "tensors": [{**dataclasses.asdict(form), "bytes": form.nbytes} for form in forms],
+    }

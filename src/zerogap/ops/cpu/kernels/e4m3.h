@@ -121,10 +121,10 @@ static inline float block_amax(const bf16* x, int64_t count) {
 // corrected by its exact remainder, which is the same number as the division's for every BF16 x and every scale of a BF16
 // block (tests/ops/test_quant.py tries all mantissas) as long as the remainder is no subnormal.
 struct Quotient {
-    F16 scale, inverse;
+    F16 scale, negative_inverse;
     bool corrected;
 
-    explicit Quotient(float s) : scale(set1(s)), inverse(set1(1.0f / s)) {
+    explicit Quotient(float s) : scale(set1(s)), negative_inverse(set1(-1.0f / s)) {
 #if defined(__AVX2__)
         corrected = s >= 0x1p-60f && s <= 0x1p120f;
 #else
@@ -133,8 +133,8 @@ struct Quotient {
     }
     F16 operator()(F16 x) const {
         if (!corrected) return x / scale;
-        const F16 q = x * inverse;
-        return fma(fma(negate(q), scale, x), inverse, q);
+        const F16 q = x * negative_inverse;  // -x / scale: with this sign, zeros end with that of x
+        return negate(fma(fma(q, scale, x), negative_inverse, q));
     }
 };
 

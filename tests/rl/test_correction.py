@@ -11,7 +11,7 @@ from tests.rl.rows import make_batch, make_sample
 from zerogap.config import CorrectionConfig, load_config
 from zerogap.config.correction import RATIO_BOUNDS, REJECTIONS
 from zerogap.errors import ConfigError, NonFiniteError
-from zerogap.rl.correction import correct, mismatch_metrics
+from zerogap.rl.correction import LogRatios, correct, mismatch_metrics
 from zerogap.rl.metrics import flatten
 from zerogap.types import TrainBatch
 
@@ -66,7 +66,7 @@ def test_token_mis_rejects_tokens_outside():
     weights, masks, flat = corrected([A, B], kind="token_mis")
     assert weights == [[E(0.5), 0.0, 0.0], [E(0.25), 0.0, 0.0]]
     assert masks == [[1, 0, 0], [1, 0, 0]]
-    assert flat["sampling/frac_rejected_tokens"] == 3 / 5
+    assert flat["sampling/frac_rejected_tokens"] == flat["sampling/frac_modified_importance_sampling_ratio"] == 3 / 5
     assert flat["sampling/frac_rejected_sequences"] == 0.0
     assert corrected([A, B], kind="token_mis", upper=3.0)[1] == [[1, 1, 0], [1, 0, 1]]
 
@@ -183,6 +183,12 @@ def test_log_ratios_are_clamped_before_they_are_exponentiated():
     assert corrected(rows, kind="sequence_tis", upper=1e30)[0] == [[E(20.0)] * 2, [E(-20.0)] * 2, [E(20.0)] * 2]
     # Rejection judges clamped tokens (20 - 20 = 0), the weight the true sum: cut at the bound it was accepted by.
     assert corrected([(300.0, -20.0)], kind="sequence_mis")[0] == [[2.0, 2.0]]
+
+
+def test_sums_over_a_completion_are_exact():
+    gap = LogRatios(np.array([16.0, 2.0**-50, -16.0]), np.zeros(3, np.int64))
+    assert gap.statistic("sequence_sum_k1").tolist() == [2.0**-50] * 3
+    assert gap.ratios("sequence").tolist() == [1 + 2.0**-50] * 3
 
 
 def test_effective_sample_size():

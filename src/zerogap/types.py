@@ -6,8 +6,7 @@ are never written after construction, except where a comment says who writes the
 """
 
 import dataclasses
-import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol
 
@@ -468,36 +467,3 @@ class WeightSpec:
         assert self.fp8 is None or self.kind == "matrix", f"{self.name}: only matrices are quantised"
         assert self.kind in ("matrix", "embedding", "vector"), f"{self.name}: unknown kind {self.kind!r}"
         assert len(self.shape) == (1 if self.kind == "vector" else 2), f"{self.name}: {self.kind} of shape {self.shape}"
-
-
-def select_trainable(names: Iterable[str], patterns: Sequence[str], num_layers: int) -> set[str]:
-    """Names of the tensors to train.
-
-    Args:
-        names: checkpoint names.
-        patterns: shell patterns on names (`model.layers.29.*`), or `last:N` for the last N decoder layers, or `all`.
-        num_layers: decoder layers in the model.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
-    names, chosen = list(names), set()
-    for pattern in patterns:
-        if pattern == "all":
-            hits = set(names)
-        elif pattern.startswith("last:"):
-            count = pattern.removeprefix("last:")
-            if not count.isdigit() or not 1 <= int(count) <= num_layers:
-                raise ConfigError("trainable", pattern, f"choose last:1 to last:{num_layers}")
-            wanted = {f"layers.{i}." for i in range(num_layers - int(count), num_layers)}
-            hits = {n for n in names if any(w in n for w in wanted)}
-        else:
-            hits = set(fnmatch.filter(names, pattern))
-        if not hits:
-            raise ConfigError(
-                "trainable",
-                pattern,
-                "no tensor of this model matches; names look like model.layers.0.mlp.up_proj.weight",
-            )
-        chosen |= hits
-    return chosen

@@ -13,6 +13,7 @@ from zerogap.layers.attention import Attention, AttentionSizes
 from zerogap.layers.block import Block
 from zerogap.layers.mlp import GatedMLP
 from zerogap.models.spec import ModelSpec
+from zerogap.models.trainable import select_trainable
 from zerogap.numerics import Numerics
 from zerogap.ops import backend
 from zerogap.ops.digest import digest
@@ -22,7 +23,7 @@ from zerogap.ops.handle import WeightHandle
 from zerogap.ops.kv import DenseCodec
 from zerogap.ops.norm import rms_norm
 from zerogap.ops.rope import rope_table
-from zerogap.types import LOCAL, Exchange, ForwardContext, KVCodec, LayerKV, select_trainable
+from zerogap.types import LOCAL, Exchange, ForwardContext, KVCodec, LayerKV
 
 BlockRunner = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -124,7 +125,7 @@ class Decoder:
         return self
 
     def set_trainable(self, patterns: Sequence[str]) -> list[str]:
-        """Train the tensors that match (`types.select_trainable`); returns their names in checkpoint-name order."""
+        """Train the tensors that match (`trainable.select_trainable`); returns their names in checkpoint-name order."""
         chosen = select_trainable(self.weights, patterns, self.spec.num_layers)
         for name, handle in self.weights.items():
             handle.set_trainable(name in chosen)

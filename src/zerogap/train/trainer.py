@@ -70,7 +70,7 @@ class Trainer:
             model: a loaded decoder (its own contract counts), or a model folder, hub id or .gguf file.
             numerics: contract for a model given by name.
             optimizer: AdamW and schedule; None: the defaults of `OptimizerSettings`.
-            trainable: tensors to train (`types.select_trainable`).
+            trainable: tensors to train (`models.trainable.select_trainable`).
             micro_batch_tokens: most tokens per forward and backward pass; bounds memory, changes no bit.
             activation_recompute: recompute block activations in the backward; saves memory, changes no bit.
             on_mismatch: `abort` raises `ParityError` before the backward; `warn` counts and goes on.

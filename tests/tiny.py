@@ -1,6 +1,8 @@
 """Tiny models of every family: small enough for exhaustive tests, with the shapes that make kernels work for it
 (grouped queries, widths that are no multiple of a panel, several leaves in the MLP)."""
 
+from typing import Any
+
 from zerogap.models.decoder import Decoder
 from zerogap.models.spec import ModelSpec, RopeSpec
 from zerogap.numerics import preset
@@ -31,7 +33,14 @@ def tiny_spec(family: str = "llama", **changes: object) -> ModelSpec:
     return ModelSpec(**{**facts, **changes})
 
 
-def tiny_decoder(family: str = "llama", numerics: str = "bf16", seed: int = 1, peak: float = 1.0, **changes) -> Decoder:
+def tiny_decoder(
+    family: str = "llama",
+    numerics: str = "bf16",
+    seed: int = 1,
+    peak: float = 1.0,
+    spec: ModelSpec | None = None,
+    **changes: Any,
+) -> Decoder:
     """A loaded decoder with random weights; the same seed gives the same weights. `changes`: fields of the contract."""
-    spec = tiny_spec(family)
+    spec = spec or tiny_spec(family)
     return Decoder(spec, preset(numerics, **changes)).load(random_tensors(spec, seed=seed, peak=peak))

@@ -96,7 +96,9 @@ def estimate(run: Run) -> float:
     _probe(run, few, 2)  # what only the first pass costs
     seconds, longer = (_probe(run, groups, rollout.num_generations) for groups in (few, more))
     state = run.trainer.state()
-    run.trainer.load_state(state["tensors"], state["updates"], state["version"])  # drops the gradient
+    run.trainer.load_state(
+        state["tensors"], state["updates"], state["version"], run.decoder.kv_scales
+    )  # drops the gradient
     run.engine.update_weights(run.trainer)
     per_group = max(0.0, longer - seconds) / max(1, more - few)
     return seconds + per_group * (rollout.prompts_per_step - few)

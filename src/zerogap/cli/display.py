@@ -36,6 +36,13 @@ def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     console.print(table, highlight=False)
 
 
+def parity_text(mismatched: int, compared: int, one_sided: bool) -> str:
+    """How many log-probs differ between rollout and trainer; a one-sided run is never called exact."""
+    if one_sided:
+        return f"[yellow]one-sided, not exact[/]: {mismatched:,} of {compared:,} log-probs differ"
+    return f"mismatched [{'red' if mismatched else 'green'}]{mismatched:,}[/] of {compared:,}"
+
+
 class RunDisplay(Observer):
     """Shows a run on a console. Mutated by the run's calls."""
 
@@ -92,12 +99,12 @@ class RunDisplay(Observer):
         compared, mismatched = record["bit_wise/compared_tokens"], record["bit_wise/mismatched_tokens"]
         self._compared += compared
         self._mismatched += mismatched
-        colour = "red" if mismatched else "green"
+        parity = parity_text(mismatched, compared, bool(record.get("one_sided")))
         width = len(str(self._max_steps))
         accuracy = "" if self._accuracy is None else f"  held-out {self._accuracy:.3f}"
         self.console.print(
             f"step {self._step:>{width}}/{self._max_steps}  reward {record.get('reward', float('nan')):.3f}{accuracy}  "
-            f"length {record['completions/mean_length']:.1f}  mismatched [{colour}]{mismatched}[/] of {compared:,}  "
+            f"length {record['completions/mean_length']:.1f}  {parity}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {record['step_time']:.1f} s  left {as_time(self._left())}",
             highlight=False,
             soft_wrap=True,

@@ -63,11 +63,13 @@ def train_or_stop(run: Run, console: Console) -> None:
 
 def print_summary(run: Run, console: Console) -> None:
     """Where to look after a finished run."""
-    colour = "red" if run.mismatched_tokens else "green"
-    console.print(
-        f"tokens  [{colour}]{run.mismatched_tokens:,} of {run.compared_tokens:,} mismatched[/]", highlight=False
-    )
+    from zerogap.cli.display import parity_text
+
+    one_sided = run.trainer.one_sided
+    console.print(f"tokens  {parity_text(run.mismatched_tokens, run.compared_tokens, one_sided)}", highlight=False)
     console.print(f"report  {run.folder.report}", highlight=False, soft_wrap=True)
+    if one_sided:
+        return
     console.print(f"audit   zerogap audit {run.folder.path}", highlight=False, soft_wrap=True)
 
 

@@ -82,6 +82,11 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """How completions are sampled, and the memory the engine may use."""
 
+    numerics: str | dict[str, Any] | None = Field(
+        default=None,
+        description="another contract for the rollout alone, such as `fp8-kv` beside training in bf16: *one-sided*, "
+        "labelled not exact everywhere, corrected by algorithm.correction; null: that of training, exact",
+    )
     prompts_per_step: Positive = Field(
         default=8, description="prompts per step; each is completed num_generations times"
     )
@@ -313,6 +318,12 @@ class RunConfig(Section):
                 "choose 0, or switch rollout.top_k, top_p and min_p off: an id that the reference model's filters "
                 "exclude has no KL",
             )
+        if self.one_sided and (rollout.top_k or rollout.top_p < 1.0 or rollout.min_p):
+            raise ConfigError(
+                "rollout.numerics",
+                rollout.numerics,
+                "switch rollout.top_k, top_p and min_p off: an id that one side keeps may be excluded on the other",
+            )
         if "task" in self.reward.functions and not self.data.train.startswith("reasoning_gym:"):
             raise ConfigError("reward.functions", "task", "only reasoning_gym:NAME data has a scorer of its own")
         return self
@@ -320,6 +331,15 @@ class RunConfig(Section):
     def contract(self) -> Numerics:
         """The numerics contract that `numerics` asks for (`contract_of`)."""
         return contract_of(self.numerics)
+
+    def rollout_contract(self) -> Numerics:
+        """The contract of the rollout: that of training, or the one that `rollout.numerics` asks for."""
+        return self.contract() if self.rollout.numerics is None else contract_of(self.rollout.numerics)
+
+    @property
+    def one_sided(self) -> bool:
+        """True if rollout and training are asked to compute different bits."""
+        return self.rollout_contract().fingerprint() != self.contract().fingerprint()
 
     def to_yaml(self) -> str:
         """The complete recipe, defaults included; `load_config` reads it back to an equal object."""

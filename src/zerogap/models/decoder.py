@@ -4,23 +4,26 @@ context has an identity page table, and autograd records its ops. Nothing else d
 Families differ by data only (`ModelSpec`): biases, query/key norm, tied head, RoPE scaling.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from zerogap.errors import CheckpointError
+from zerogap.errors import CheckpointError, ConfigError, ContractError
 from zerogap.layers.attention import Attention, AttentionSizes
 from zerogap.layers.block import Block
 from zerogap.layers.mlp import GatedMLP
+from zerogap.models.calibrate import calibration_pass
 from zerogap.models.spec import ModelSpec
 from zerogap.models.trainable import select_trainable
-from zerogap.numerics import Numerics
+from zerogap.numerics import DType, Numerics
 from zerogap.ops import backend
 from zerogap.ops.digest import digest
 from zerogap.ops.embedding import embedding, gather_rows
 from zerogap.ops.gemm import head_logits
 from zerogap.ops.handle import WeightHandle
-from zerogap.ops.kv import DenseCodec
+from zerogap.ops.kv import DenseCodec, FP8Codec
+from zerogap.ops.kv_scales import Calibration, KVScales
 from zerogap.ops.norm import rms_norm
 from zerogap.ops.rope import rope_table
 from zerogap.types import LOCAL, Exchange, ForwardContext, KVCodec, LayerKV
@@ -42,6 +45,7 @@ class Decoder:
         version: weight version; the trainer adds one per optimizer step.
         loads: how often all weights were put in place from outside (`load`, a trainer's `load_state`), which says
             nothing of the version: an engine must notice it, too.
+        kv_scales: the scale set of this version's KV cache, where the contract calibrates one and it is known yet.
     """
 
     def __init__(self, spec: ModelSpec, numerics: Numerics, *, max_positions: int | None = None) -> None:
@@ -53,6 +57,8 @@ class Decoder:
         self.spec, self.numerics = spec, numerics
         self.identity = backend.identity(numerics)
         self.version = self.loads = 0
+        self.kv_scales: KVScales | None = None
+        self._live_scales = torch.full((spec.num_layers, 2, spec.num_kv_heads), float("nan"))
         self.exchange: Exchange = LOCAL
         self.max_positions = min(max_positions or spec.max_position, spec.max_position)
         storage = backend.TORCH_DTYPES[numerics.storage]
@@ -121,6 +127,7 @@ class Decoder:
         missing = sorted(set(self.weights) - seen)
         if missing:
             raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+        self.kv_scales = None  # a set belongs to the weights that it was calibrated for
         self.loads += 1
         return self
 
@@ -143,19 +150,112 @@ class Decoder:
         return 0 if parts[1] == "embed_tokens" else self.spec.num_layers + 1
 
     def digests(self) -> dict[str, str]:
-        """Digest of every published weight and of the RoPE buffer, by name."""
-        return {name: h.digest() for name, h in self.weights.items()} | {"rope_table": digest(self.rope_table)}
+        """Digest of every published weight, of the RoPE buffer, and the name of the KV scale set, by name."""
+        digests = {name: h.digest() for name, h in self.weights.items()} | {"rope_table": digest(self.rope_table)}
+        return digests if self.kv_scales is None else digests | {"kv_scales": self.kv_scales.name}
+
+    def quantised(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that stand in FP8, in checkpoint-name order."""
+        return {name: h.spec.shape for name, h in self.weights.items() if h.spec.fp8 is not None}
+
+    def copy_from(self, other: "Decoder") -> None:
+        """Take over the published weights and the version of a decoder under another contract; KV scales are
+        not known then.
+
+        Raises:
+            ContractError: it is another model.
+        """
+        if other.spec != self.spec:
+            raise ContractError("weights can only be copied between decoders of one model")
+        for name, handle in self.weights.items():
+            handle.load(other.weights[name].value())
+        self.version, self.kv_scales = other.version, None
+        self.loads += 1
 
     # ---- KV
 
+    @property
+    def calibrated(self) -> bool:
+        """True if the contract's KV cache has calibrated scales."""
+        return self.numerics.kv_scale == "calibrated"
+
+    @property
+    def needs_calibration(self) -> bool:
+        """True if nothing can be computed before `calibrate` or `set_kv_scales`."""
+        return self.calibrated and self.kv_scales is None
+
+    def require_calibrated(self) -> None:
+        """Raise `ContractError` if the KV cache's scales are not known."""
+        if self.needs_calibration:
+            mend = "call decoder.calibrate(prompts), or set_kv_scales with the set of these weights"
+            raise ContractError(f"the KV cache has calibrated scales, and none are known for these weights: {mend}")
+
+    def calibrate(self, prompts: Sequence[Sequence[int]]) -> KVScales:
+        """Scales from one pass over prompts (token ids) with a BF16 cache; put in place and returned.
+
+        Only the first 1,024 tokens of all prompts together are read.
+        """
+        scales = KVScales.of(calibration_pass(self, prompts), self.numerics)
+        self.set_kv_scales(scales)
+        return scales
+
+    def set_kv_scales(self, scales: KVScales) -> None:
+        """Put a scale set in place: every `LayerKV` of `new_kv` reads it from now on.
+
+        Raises:
+            ConfigError: the contract has no calibrated scales, or the set is of another model.
+        """
+        if not self.calibrated:
+            raise ConfigError("numerics.kv_scale", self.numerics.kv_scale, "only a calibrated cache takes a scale set")
+        if scales.values.shape != self._live_scales.shape:
+            mend = f"this model has {tuple(self._live_scales.shape)} layers, kinds and KV heads"
+            raise ConfigError("kv_scales", tuple(scales.values.shape), mend)
+        self._live_scales.copy_(scales.values)
+        self.kv_scales = scales
+
     def codec(self) -> KVCodec:
         """How keys and values of this model stand in pages, by the contract."""
-        return DenseCodec(self.spec.num_kv_heads, self.spec.head_dim, self.numerics.kv)
+        numerics, heads, size = self.numerics, self.spec.num_kv_heads, self.spec.head_dim
+        if numerics.kv is DType.FP8:
+            return FP8Codec(heads, size, numerics.kv_scale, numerics.scale_format, numerics.attention_math)
+        return DenseCodec(heads, size, numerics.kv)
 
     def new_kv(self, num_pages: int, page_size: int) -> list[LayerKV]:
-        """Zeroed pages for every layer."""
-        codec = self.codec()
-        return [codec.allocate(num_pages, page_size) for _ in self.blocks]
+        """Zeroed pages for every layer; with calibrated scales they read the decoder's set of the moment.
+
+        Until there is one, its scales are NaN, so nothing finite can come of them.
+        """
+        return self._layers_of([self.codec().allocate(num_pages, page_size) for _ in self.blocks], self._live_scales)
+
+    def scratch_kv(
+        self, pages: LayerKV, scales: KVScales | None = None, calibration: Calibration | None = None
+    ) -> list[LayerKV]:
+        """The same pages for every layer, one after the other: enough where no layer is visited twice (a trainer).
+
+        Args:
+            pages: of `codec().allocate`, or of another codec's.
+            scales: a scale set to read; None: the decoder's current one.
+            calibration: maxima that attention raises on the way.
+
+        Raises:
+            ContractError: the scales are not known yet.
+        """
+        values = None
+        if pages.codec.name == "fp8" and self.calibrated:
+            if scales is None:
+                self.require_calibrated()
+            values = self._live_scales if scales is None else scales.values
+        layers = self._layers_of([pages] * len(self.blocks), values)
+        if calibration is None:
+            return layers
+        return [dataclasses.replace(kv, calibration=calibration.layer(i)) for i, kv in enumerate(layers)]
+
+    def _layers_of(self, pages: list[LayerKV], scales: torch.Tensor | None) -> list[LayerKV]:
+        if not self.calibrated or scales is None:
+            return pages
+        return [
+            dataclasses.replace(kv, key_scales=scales[i, 0], value_scales=scales[i, 1]) for i, kv in enumerate(pages)
+        ]
 
     # ---- forward
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from zerogap import env
 from zerogap.config import RunConfig
+from zerogap.models.decoder import Decoder
 from zerogap.train.trainer import Trainer
 from zerogap.weights import ModelFiles, sampling_defaults_notice
 
@@ -15,6 +16,7 @@ def run_facts(
     """(label, text) pairs: model, contract with all its fields, identity, what is trained, data, sampling."""
     decoder, rollout = trainer.decoder, config.rollout
     spec, numerics = decoder.spec, decoder.numerics
+    asked = config.rollout_contract()
     size = sum(math.prod(handle.spec.shape) for handle in decoder.weights.values())
     trained = sum(math.prod(handle.spec.shape) for handle in trainer.handles)
     contract = ", ".join(f"{key} {value}" for key, value in numerics.fields().items() if key != "name")
@@ -28,7 +30,8 @@ def run_facts(
         ),
         ("numerics", f"{numerics.name}, contract {numerics.fingerprint()}"),
         ("contract", contract),
-        ("identity", f"{decoder.identity}, the same for rollout and trainer; {env.num_threads()} threads"),
+        ("identity", _identity(trainer)),
+        ("quantised", _quantised(decoder)),
         ("trainable", f"{len(trainer.trainable)} of {len(decoder.weights)} tensors, {trained:,} parameters"),
         ("data", "; ".join(data_summary)),
         (
@@ -38,5 +41,26 @@ def run_facts(
         ),
         ("output", config.output_dir),
     ]
+    if config.one_sided:
+        one_sided = (
+            f"ONE-SIDED, NOT EXACT: rollout {asked.name}, contract {asked.fingerprint()}; training {numerics.name}"
+        )
+        facts.insert(0, ("warning", one_sided))
     notice = sampling_defaults_notice(files)
     return [*facts, ("notice", notice)] if notice else facts
+
+
+def _identity(trainer: Trainer) -> str:
+    ours = trainer.decoder.identity
+    if trainer.one_sided:
+        return f"trainer {ours}, rollout {trainer.rollout_identity}: not exact; {env.num_threads()} threads"
+    return f"{ours}, the same for rollout and trainer; {env.num_threads()} threads"
+
+
+def _quantised(decoder: Decoder) -> str:
+    """What stands in FP8 in rollout and trainer alike; `zerogap inspect` lists every tensor."""
+    chosen = decoder.quantised()
+    if not chosen:
+        return "nothing"
+    size = sum(math.prod(shape) for shape in chosen.values())
+    return f"{len(chosen)} of {len(decoder.weights)} tensors, {size:,} parameters (list: zerogap inspect)"

@@ -26,7 +26,7 @@ from zerogap.rl.data import PromptOrder
 from zerogap.rl.describe import run_facts
 from zerogap.rl.evaluate import summarise
 from zerogap.rl.loss import PolicyLoss
-from zerogap.rl.metrics import completion_metrics, flatten, reward_metrics
+from zerogap.rl.metrics import ONE_SIDED, completion_metrics, flatten, reward_metrics
 from zerogap.rl.observer import Observer
 from zerogap.rl.report import read_lines, write_report
 from zerogap.rl.resume import require_same_run, starting_point
@@ -55,6 +55,7 @@ class Run:
     Attributes:
         config, folder: the recipe and where the run lies.
         files, tokenizer, decoder, trainer, engine: the model and its two sides.
+        sampled: the decoder that the engine samples from: `decoder`, or a copy under the rollout's own contract.
         data, rewards: rows and reward functions.
         step: steps done.
         mismatched_tokens, compared_tokens: sums over the steps that this object did.
@@ -92,7 +93,9 @@ class Run:
         self._continues_here = start is not None and start.resolve().parent == self.folder.checkpoints.resolve()
         if start is not None:
             self._resume(start)
-        self.engine = setup.build_engine(config, self.decoder, self.tokenizer)
+        self.sampled = setup.rollout_decoder(config, self.decoder)
+        self._calibrate()
+        self.engine = setup.build_engine(config, self.sampled, self.tokenizer)
         self.loss = PolicyLoss.from_config(config.algorithm, config.rollout.max_completion_length)
         self.stop_asked = False
         self.mismatched_tokens = self.compared_tokens = 0
@@ -170,7 +173,7 @@ class Run:
         batch = self._batch(samples, advantages)
         metrics = self._update(step, batch)
         with self._phase(step, "update_weights"):
-            self.engine.update_weights(self.trainer)
+            self._update_rollout(step)
         self.step = step
         self.num_tokens += sum(s.num_tokens for s in samples)
         metrics |= flatten(dict(advantages.metrics) | completion_metrics(samples))
@@ -230,11 +233,15 @@ class Run:
         return group_advantages(scores.totals, groups, self.config.algorithm.scale_rewards)
 
     def _batch(self, samples: Sequence[Sample], advantages: Advantages) -> TrainBatch:
-        reference = None
+        """What the trainer gets. One-sided, the ratio of the loss divides by the trainer's own log-probs."""
+        reference = old = None
         if self.reference is not None:
             with self._phase(self.step + 1, "reference"):
                 reference = self.reference.logprobs(samples)
-        return build_batch(samples, advantages, self.config.algorithm.mask_truncated_completions, reference)
+        if self.trainer.one_sided:
+            with self._phase(self.step + 1, "old_logprobs"):
+                old = self.trainer.logprobs(samples)
+        return build_batch(samples, advantages, self.config.algorithm.mask_truncated_completions, reference, old)
 
     def _update(self, step: int, batch: TrainBatch) -> dict[str, float]:
         """The updates on one batch. On the first one every token's bits are compared; later ones train at newer
@@ -242,16 +249,19 @@ class Run:
         results: list[BackwardResult] = []
         norms: list[float] = []
         rate = 0.0
+        calibrating = self.trainer.calibration_seconds
         with self._phase(step, "train"):
             for _ in range(self.config.algorithm.num_iterations):
                 results.append(self.trainer.forward_backward(batch, self.loss))
                 done = self.trainer.optim_step()
                 norms.append(done.grad_norm)
                 rate = done.learning_rate
+        if self.decoder.calibrated:
+            self._seconds["recalibrate"] = self.trainer.calibration_seconds - calibrating
         compared, mismatched = (sum(getattr(r, f"{n}_tokens") for r in results) for n in ("compared", "mismatched"))
         self.compared_tokens += compared
         self.mismatched_tokens += mismatched
-        if mismatched:
+        if mismatched and not self.trainer.one_sided:
             self.observer.note(f"step {step}: {mismatched} of {compared} log-probs differ from the rollout's")
         return flatten(pool(r.metrics for r in results)) | {
             "loss": sum(r.loss for r in results) / len(results),
@@ -260,6 +270,23 @@ class Run:
             "bit_wise/compared_tokens": compared,
             "bit_wise/mismatched_tokens": mismatched,
         }
+
+    def _update_rollout(self, step: int) -> None:
+        """The engine takes over the new weights; a decoder of its own gets a copy of them first."""
+        if self.sampled is not self.decoder:
+            self.sampled.copy_from(self.decoder)
+            if self.sampled.needs_calibration and step < self.config.optimizer.max_steps:
+                began = time.perf_counter()
+                self.sampled.calibrate([prompt.ids.tolist() for prompt in self._prompts_of(step + 1)])
+                self._seconds["recalibrate"] = time.perf_counter() - began
+        self.engine.update_weights(self.sampled)
+
+    def _calibrate(self) -> None:
+        """KV scales for weights that have none: those of version 0, from the prompts of the first step."""
+        decoders = [self.decoder, self.sampled] + ([] if self.reference is None else [self.reference.decoder])
+        for decoder in decoders:
+            if decoder.needs_calibration:
+                decoder.calibrate([prompt.ids.tolist() for prompt in self._prompts_of(1)])
 
     # ---- evaluation
 
@@ -325,6 +352,8 @@ class Run:
             "step_time": seconds,
             **{f"time/{name}": value for name, value in self._seconds.items()},
             "version": self.decoder.version,
+            "kv_bytes_per_token": self.sampled.codec().bytes_per_token() * len(self.sampled.blocks),
+            ONE_SIDED: float(self.trainer.one_sided),
         }
         self.folder.append("metrics", record)
         if self._events is not None:

@@ -11,6 +11,8 @@ import numpy as np
 from zerogap.moments import Moments
 from zerogap.types import Sample
 
+ONE_SIDED = "one_sided"  # 1.0 in every step of a run whose rollout is declared to compute other bits than the trainer
+
 STATISTICS = {
     "clip_ratio/low": {"clip_ratio/low_mean": "mean"},
     "clip_ratio/high": {"clip_ratio/high_mean": "mean"},

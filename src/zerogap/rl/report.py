@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from zerogap.errors import CheckpointError
+from zerogap.rl.metrics import ONE_SIDED
 
 TEMPLATE = Path(__file__).parent / "report_template.html"
 PLACE_OF_DATA = "{{DATA}}"
@@ -126,6 +127,9 @@ def _headline(metrics: Sequence[dict], evals: Sequence[dict]) -> list[dict]:
 
     cards = [card("Steps", str(len(metrics)))]
     mismatched, compared = _total(metrics, "bit_wise/mismatched_tokens"), _total(metrics, "bit_wise/compared_tokens")
+    one_sided = any(record.get(ONE_SIDED) for record in metrics)
+    if one_sided:
+        cards.append(card("One-sided", "not exact", "rollout and trainer compute different bits, as asked", "bad"))
     if mismatched is not None:
         note = f"of {compared:,.0f} compared" if compared is not None else "over all steps"
         cards.append(card("Mismatched tokens", f"{mismatched:,.0f}", note, "bad" if mismatched else "good"))

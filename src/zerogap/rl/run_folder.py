@@ -141,13 +141,14 @@ class RunFolder:
 
 
 def weight_facts(decoder: Decoder) -> dict[str, Any]:
-    """What goes with saved weights: contract, identity, version and digests by tensor name."""
+    """What goes with saved weights: contract, identity, version, digests by tensor name, KV scale set."""
     return {
         "format": 1,
         "version": decoder.version,
         "numerics": decoder.numerics.fields(),
         "identity": str(decoder.identity),
         "digests": decoder.digests(),
+        "kv_scales": None if decoder.kv_scales is None else decoder.kv_scales.to_list(),
     }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from zerogap.config import RunConfig
 from zerogap.errors import ConfigError
 from zerogap.models.decoder import Decoder
+from zerogap.ops.backend import identity
 from zerogap.rl.data import PromptSet, Row, keep_short, load_prompts
 from zerogap.rl.reward import RewardFunctions, load_rewards
 from zerogap.rollout.engine import Engine
@@ -74,6 +75,15 @@ def load_decoder(config: RunConfig, files: ModelFiles) -> Decoder:
     return decoder.load(files.tensors())
 
 
+def rollout_decoder(config: RunConfig, trained: Decoder) -> Decoder:
+    """What the engine samples from: the trained decoder itself, or, one-sided, a copy under the rollout's contract."""
+    if not config.one_sided:
+        return trained
+    decoder = Decoder(trained.spec, config.rollout_contract(), max_positions=trained.max_positions)
+    decoder.copy_from(trained)
+    return decoder
+
+
 def build_trainer(config: RunConfig, decoder: Decoder) -> Trainer:
     """The trainer that the recipe asks for."""
     chosen = config.optimizer
@@ -94,6 +104,7 @@ def build_trainer(config: RunConfig, decoder: Decoder) -> Trainer:
         micro_batch_tokens=chosen.micro_batch_tokens,
         activation_recompute=chosen.activation_recompute,
         on_mismatch=config.parity.on_mismatch,
+        rollout_identity=identity(config.rollout_contract()),
     )
 
 

@@ -96,7 +96,7 @@ class Engine:
 
     Attributes:
         decoder, tokenizer: as given; the decoder is shared with whoever trains it, there is one copy of the weights.
-        version: weight version of everything in the cache.
+        version, scale_set: weight version of everything in the cache, and the name of its KV scale set, if calibrated.
     """
 
     def __init__(
@@ -176,6 +176,8 @@ class Engine:
         Returns:
             Samples in input order, the samples of one prompt next to each other.
 
+        Where the contract calibrates the KV cache's scales and none are known, they are taken from these prompts.
+
         Raises:
             ConfigError, CapacityError: a request that cannot be honoured, before any work starts.
             NonFiniteError: the model's logits are not finite.
@@ -194,7 +196,7 @@ class Engine:
                     progress(Progress(finished, len(sequences), tokens, time.perf_counter() - began))
         finally:
             self._abort(sequences)
-        return [s.to_sample(self.decoder.identity, self._text(s)) for s in sequences]
+        return [s.to_sample(self.decoder.identity, self.scale_set, self._text(s)) for s in sequences]
 
     def stream(
         self,
@@ -382,13 +384,16 @@ class Engine:
         with_text: bool = False,
     ) -> list[Sequence]:
         """Check everything; one sequence per request, not queued yet."""
-        sequences = []
+        sequences: list[Sequence] = []
         for request in self._limits.requests(prompts, params, keys, num_samples):
             sequence = Sequence.of(self._num_requests, request)
             if self.tokenizer is not None and (with_text or request.params.stop):
                 sequence.text = CompletionText(self.tokenizer, request.params)
             sequences.append(sequence)
             self._num_requests += 1
+        if self.decoder.needs_calibration and sequences:
+            self.decoder.calibrate([s.ids[: s.prompt_length].tolist() for s in sequences[::num_samples]])
+            self._take_version()
         return sequences
 
     def _queue(self, sequences: List[Sequence]) -> None:
@@ -442,14 +447,21 @@ class Engine:
         return prefill_chunks(self._scheduler, ids, first, chunk_tokens or self._scheduler.max_batch_tokens)
 
     def _require_current(self) -> None:
+        self.decoder.require_calibrated()
         if self.decoder.version != self.version:
             mend = f"the weights are at version {self.decoder.version}: call update_weights after optim_step"
             raise ConfigError("engine.version", self.version, mend)
         if self.decoder.loads != self._loads:
             mend = "other weights were loaded since: call update_weights after load or load_state"
             raise ConfigError("engine.version", self.version, mend)
+        scales = self.decoder.kv_scales
+        if self.scale_set != (None if scales is None else scales.name):
+            mend = f"the decoder now holds {scales and scales.name}: call update_weights after set_kv_scales"
+            raise ConfigError("engine.scale_set", self.scale_set, mend)
 
     def _take_version(self) -> None:
         self.version, self._loads = self.decoder.version, self.decoder.loads
         self._scheduler.drop_all()
-        self._scheduler.root_key = root_key(self.version, None, self.decoder.numerics.fingerprint())
+        scales = self.decoder.kv_scales
+        self.scale_set = None if scales is None else scales.name
+        self._scheduler.root_key = root_key(self.version, self.scale_set, self.decoder.numerics.fingerprint())

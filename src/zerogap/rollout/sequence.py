@@ -87,8 +87,8 @@ class Sequence:
         elif drawn == self.params.max_tokens:
             self.finish_reason = "length"
 
-    def to_sample(self, identity: Identity, text: str) -> Sample:
-        """The immutable record handed to the caller."""
+    def to_sample(self, identity: Identity, scale_set: str | None, text: str) -> Sample:
+        """The immutable record handed to the caller; `scale_set` is that of its newest token."""
         assert self.finish_reason is not None, "only finished sequences become samples"
         filters = self.params.filters
         return Sample(
@@ -102,5 +102,6 @@ class Sequence:
             finish_reason=self.finish_reason,
             kept_counts=np.array(self.kept_counts, np.int32) if filters else None,
             kept_digests=np.array(self.kept_digests, np.uint64) if filters else None,
+            scale_set=scale_set,
             text=text,
         )

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from zerogap.errors import CheckpointError
 from zerogap.numerics import Numerics, require_equal
+from zerogap.ops.kv_scales import KVScales
 from zerogap.train.trainer import Trainer
 from zerogap.weights.whole_folder import replace_folder
 
@@ -68,7 +69,9 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         raise CheckpointError(f"{path}: trains {len(facts['trainable'])} tensors, this run {len(trainer.trainable)}")
     if set(tensors) != set(trainer.optimizer.state()):
         raise CheckpointError(f"{path}: tensors differ from those of this run's optimizer")
-    trainer.load_state(tensors, facts["updates"], facts["version"])
+    scales = facts.get("kv_scales")
+    kv_scales = None if scales is None else KVScales.from_list(scales)
+    trainer.load_state(tensors, facts["updates"], facts["version"], kv_scales)
     ours = trainer.decoder.digests()
     for name, digest in facts["digests"].items():
         if ours.get(name) != digest:

@@ -7,6 +7,7 @@ activation recompute do not change a bit (train/packing.py, train/bins.py).
 """
 
 import dataclasses
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerogap.errors import ConfigError, ContractError, ParityError
+from zerogap.errors import CheckpointError, ConfigError, ContractError, ParityError
 from zerogap.models.decoder import Decoder, call_block
 from zerogap.moments import Moments, pool
 from zerogap.numerics import Numerics, preset
+from zerogap.ops.kv_scales import Calibration, KVScales
 from zerogap.ops.logprob import KeptSets, token_logprobs
 from zerogap.ops.optim import tree_add
 from zerogap.ops.sampling import SamplingRows
@@ -28,7 +30,7 @@ from zerogap.train.bins import GradientBins
 from zerogap.train.optimizer import AdamW, OptimizerSettings, OptimizerStep
 from zerogap.train.packing import PAGE_SIZE, MicroBatch, build_micro_batch, micro_batches, plan_packs
 from zerogap.train.recompute import recompute_block
-from zerogap.types import LayerKV, Loss, Sample, TokenRows, TrainBatch
+from zerogap.types import Identity, LayerKV, Loss, Sample, TokenRows, TrainBatch
 from zerogap.weights import open_model
 
 
@@ -64,6 +66,7 @@ class Trainer:
         micro_batch_tokens: int = 4096,
         activation_recompute: bool = False,
         on_mismatch: str = "abort",
+        rollout_identity: Identity | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +77,8 @@ class Trainer:
             micro_batch_tokens: most tokens per forward and backward pass; bounds memory, changes no bit.
             activation_recompute: recompute block activations in the backward; saves memory, changes no bit.
             on_mismatch: `abort` raises `ParityError` before the backward; `warn` counts and goes on.
+            rollout_identity: what computes the rollout's log-probs where that is declared to differ from this trainer
+                (*one-sided*: not exact). Differences are then counted and never abort; None: this trainer's own.
         """
         if on_mismatch not in ("abort", "warn"):
             raise ConfigError("parity.on_mismatch", on_mismatch, "choose abort or warn")
@@ -87,6 +92,7 @@ class Trainer:
             model = Decoder(files.spec, preset(numerics)).load(files.tensors())
         self.decoder = model
         self.on_mismatch = on_mismatch
+        self.rollout_identity = rollout_identity or model.identity
         self.micro_batch_tokens = micro_batch_tokens
         self.activation_recompute = activation_recompute
         self.trainable = model.set_trainable((trainable,) if isinstance(trainable, str) else trainable)
@@ -94,7 +100,15 @@ class Trainer:
         self.optimizer = AdamW(self.handles, optimizer or OptimizerSettings())
         self._gradients: list[torch.Tensor] | None = None
         self._scratch: LayerKV | None = None
+        self._scale_sets: dict[str, KVScales] = {}  # the one that the batch at hand was drawn with, by name
+        self._calibration: Calibration | None = None
+        self.calibration_seconds = 0.0  # since construction, spent on calibrating the KV cache's scales
         self._kept: weakref.WeakKeyDictionary[TrainBatch, dict[tuple[int, ...], KeptSets]] = weakref.WeakKeyDictionary()
+
+    @property
+    def one_sided(self) -> bool:
+        """True if the rollout is declared to compute other bits than this trainer."""
+        return self.rollout_identity != self.decoder.identity
 
     # ---- the four verbs
 
@@ -106,9 +120,15 @@ class Trainer:
         Raises:
             ParityError: (on_mismatch = abort) a log-prob that must equal the rollout's does not; no gradient is kept.
             NonFiniteError: a NaN or infinity at a live token.
-            ContractError: a sample of another identity than this trainer's, which cannot be compared.
+            ContractError: a sample of another identity than the declared one, which cannot be compared, or of a KV
+                scale set that this trainer does not hold.
         """
         self._check_identity(batch.samples)
+        scales = self._scales_of(batch.samples)
+        if scales is not None:
+            self._scale_sets = {scales.name: scales}
+        if self.decoder.calibrated and self._calibration is None:
+            self._calibration = Calibration(self.decoder.spec.num_layers, self.decoder.spec.num_kv_heads)
         denominators = loss.denominators(batch)
         numerics = self.decoder.numerics
         bins = GradientBins(self.handles, numerics.grad_bins)
@@ -121,7 +141,7 @@ class Trainer:
                 if not len(micro.targets):
                     continue
                 kept = self._kept_sets(micro, batch, kept_sets)
-                logp, entropy = self._forward(micro, kept)
+                logp, entropy = self._forward(micro, kept, scales, self._calibration)
                 rows = batch.rows(micro.samples, logp.detach().numpy(), entropy.detach().numpy(), self.decoder.version)
                 differs = rows.logp.view(np.int32) != rows.rollout_logp.view(np.int32)
                 if kept is not None:
@@ -130,7 +150,7 @@ class Trainer:
                 differs &= rows.current
                 compared += int(rows.current.sum())
                 mismatched += int(differs.sum())
-                if differs.any() and self.on_mismatch == "abort":
+                if differs.any() and self.on_mismatch == "abort" and not self.one_sided:
                     raise ParityError(_describe(rows, differs))
                 result = loss(rows, denominators)
                 total += result.loss
@@ -156,12 +176,16 @@ class Trainer:
         if self._gradients is None:
             raise ConfigError("optim_step", None, "call forward_backward first: there is no gradient")
         gradients, self._gradients = self._gradients, None
+        scales = self._next_scales()
         step = self.optimizer.step(gradients, learning_rate)
         self.decoder.version += 1
+        if scales is not None:
+            self.decoder.set_kv_scales(scales)
         return step
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Log-probs of every sample's completion tokens at the current weights, under the sample's own parameters.
+        """Log-probs of every sample's completion tokens at the current weights and KV scales, under the sample's own
+        parameters.
 
         Returns:
             float32 [C] per sample, in the order given.
@@ -174,7 +198,7 @@ class Trainer:
                 micro = build_micro_batch(run, samples)
                 if not len(micro.targets):
                     continue
-                logp, _ = self._forward(micro, None)
+                logp, _ = self._forward(micro, None, None)
                 lengths = [len(samples[i].completion_ids) for i in micro.samples]
                 for index, part in zip(micro.samples, np.split(logp.numpy(), np.cumsum(lengths)[:-1]), strict=True):
                     out[index] = part.copy()
@@ -188,22 +212,44 @@ class Trainer:
             "version": self.decoder.version,
             "trainable": list(self.trainable),
             "numerics": self.decoder.numerics.fields(),
+            "kv_scales": None if self.decoder.kv_scales is None else self.decoder.kv_scales.to_list(),
         }
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], updates: int, version: int) -> None:
-        """Continue from a `state`: masters and moments are copied in place and the weights published."""
+    def load_state(
+        self, tensors: Mapping[str, torch.Tensor], updates: int, version: int, kv_scales: KVScales | None = None
+    ) -> None:
+        """Continue from a `state`: masters and moments are copied in place and the weights published.
+
+        Raises:
+            CheckpointError: the contract calibrates the KV cache's scales and there are none.
+        """
+        if self.decoder.calibrated and kv_scales is None:
+            raise CheckpointError("the contract calibrates the KV cache's scales, and the checkpoint holds none")
         self.optimizer.load_state(tensors, updates)
+        if kv_scales is not None:
+            self.decoder.set_kv_scales(kv_scales)
         self.decoder.version = version
         self.decoder.loads += 1
-        self._gradients = None
+        self._gradients = self._calibration = None
 
     # ---- parts
 
-    def _forward(self, micro: MicroBatch, kept: KeptSets | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """FP32 log-probs and entropies [R] of the micro-batch's completion tokens."""
-        scratch = self._scratch_pages(micro.num_pages)
+    def _forward(
+        self,
+        micro: MicroBatch,
+        kept: KeptSets | None,
+        scales: KVScales | None,
+        calibration: Calibration | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """FP32 log-probs and entropies [R] of the micro-batch's completion tokens.
+
+        Args:
+            scales: KV scale set to compute under; None: the decoder's current one, or none at all.
+            calibration: maxima to raise on the way.
+        """
+        layers = self.decoder.scratch_kv(self._scratch_pages(micro.num_pages), scales, calibration)
         run_block = recompute_block if self.activation_recompute and torch.is_grad_enabled() else call_block
-        hidden = self.decoder.hidden(micro.ids, micro.context, [scratch] * len(self.decoder.blocks), run_block)
+        hidden = self.decoder.hidden(micro.ids, micro.context, layers, run_block)
         rows = SamplingRows.of(micro.row_params)
         return token_logprobs(hidden, self.decoder.head, micro.targets, rows, kept, micro.context)
 
@@ -232,13 +278,43 @@ class Trainer:
                 tree_add(total, gradient)
 
     def _check_identity(self, samples: Sequence[Sample]) -> None:
-        ours = self.decoder.identity
         for index, sample in enumerate(samples):
-            if sample.identity != ours:
+            if sample.identity != self.rollout_identity:
                 raise ContractError(
-                    f"sample {index} was drawn by {sample.identity}, this trainer computes as {ours}: log-probs of "
-                    "different identities cannot be equal"
+                    f"sample {index} was drawn by {sample.identity}, this trainer expects {self.rollout_identity}: "
+                    "log-probs of different identities cannot be equal"
                 )
+            if self.one_sided and sample.params.filters:
+                raise ContractError(
+                    f"sample {index} was drawn with top_k, top_p or min_p by {sample.identity}: the sets of ids that "
+                    "two identities keep differ, so the trainer has no log-prob for it"
+                )
+
+    def _next_scales(self) -> KVScales | None:
+        """The KV scales of the next weight version, from the forward passes since the last update."""
+        calibration, self._calibration = self._calibration, None
+        if calibration is None:
+            return None
+        began = time.perf_counter()
+        scales = KVScales.of(calibration.amax, self.decoder.numerics)
+        self.calibration_seconds += calibration.seconds + time.perf_counter() - began
+        return scales
+
+    def _scales_of(self, samples: Sequence[Sample]) -> KVScales | None:
+        """The one KV scale set that a batch was drawn with; every update on it uses that set."""
+        if not self.decoder.calibrated:
+            return None
+        names = sorted({str(s.scale_set) for s in samples})
+        if len(names) != 1:
+            raise ContractError(f"the batch was drawn with {len(names)} KV scale sets ({', '.join(names)}): give one")
+        current = self.decoder.kv_scales
+        held = self._scale_sets | ({} if current is None else {current.name: current})
+        if names[0] not in held:
+            raise ContractError(
+                f"the batch was drawn with KV scale set {names[0]}, this trainer holds {', '.join(held) or 'none'}: "
+                "a cache can only be read with the scales it was written with"
+            )
+        return held[names[0]]
 
 
 def _describe(rows: TokenRows, differs: np.ndarray) -> str:

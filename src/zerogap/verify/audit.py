@@ -25,6 +25,7 @@ from zerogap.errors import CheckpointError, ConfigError, ContractError
 from zerogap.models.decoder import Decoder
 from zerogap.numerics import Numerics, require_equal
 from zerogap.ops.cpu.library import use_threads
+from zerogap.ops.kv_scales import KVScales
 from zerogap.rl import setup
 from zerogap.rl.rollout_log import logged_steps, read_rollout
 from zerogap.rl.run_folder import FACTS, RunFolder
@@ -127,11 +128,14 @@ def audit_run(
 
     Raises:
         CheckpointError: not a run's folder, or a rollout file is damaged.
-        ConfigError: a step that was not logged, or a page size that cannot be honoured.
+        ConfigError: a step that was not logged, a page size that cannot be honoured, or a one-sided run.
         ContractError: the run was made under another contract or on another backend class.
     """
     folder = RunFolder(path)
     config = folder.config()
+    if config.one_sided:
+        mend = "rollout and trainer were asked to compute different bits, so there is nothing to audit: not exact"
+        raise ConfigError("rollout.numerics", config.rollout.numerics, mend)
     logged = logged_steps(folder.rollouts)
     if missing := sorted(set(steps or ()) - set(logged)):
         raise ConfigError("steps", missing, f"the run logged {_ranges(logged)}")
@@ -185,6 +189,8 @@ def _audit_version(
         require_equal(config.contract(), Numerics.from_fields(facts["numerics"]), str(weights))
         files = open_model(weights if source is None else source)
         decoder = setup.load_decoder(config, files)
+        if decoder.calibrated:
+            decoder.set_kv_scales(KVScales.from_list(facts["kv_scales"]))
     except ConfigError as error:
         result.not_covered += [(step, f"its model cannot be opened ({error})") for step in steps]
         return
@@ -202,6 +208,7 @@ def _audit_version(
     for step in steps:
         samples = read_rollout(folder.rollouts, step).samples
         _check_identity(decoder, samples, step, result)
+        _check_scales(decoder, samples, step)
         yield _audit_step(step, version, samples, trainer, engine)
 
 
@@ -231,6 +238,13 @@ def _check_identity(decoder: Decoder, samples: Sequence[Sample], step: int, resu
         note = f"the run's kernels are build {theirs.build}, these are {ours.build}"
         if theirs != ours and note not in result.notes:
             result.notes.append(note)
+
+
+def _check_scales(decoder: Decoder, samples: Sequence[Sample], step: int) -> None:
+    """Samples that were drawn with other KV scales than those saved with the weights: refused."""
+    ours = None if decoder.kv_scales is None else decoder.kv_scales.name
+    if wrong := {str(sample.scale_set) for sample in samples} - {str(ours)}:
+        raise ContractError(f"step {step} was drawn with KV scale set {min(wrong)}, its weights carry {ours}")
 
 
 def _audit_step(step: int, version: int, samples: Sequence[Sample], trainer: Trainer, engine: Engine) -> StepAudit:

@@ -5,6 +5,7 @@ follow the ladder of docs/architecture.md; 7 (speculation) and 9 (parallel layou
 """
 
 import dataclasses
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from zerogap.errors import ParityError
 from zerogap.models.decoder import Decoder
+from zerogap.ops.kv_scales import KVScales
 from zerogap.rl.loss import PolicyLoss
 from zerogap.rollout.engine import Engine
 from zerogap.train.optimizer import OptimizerSettings
@@ -21,6 +23,7 @@ from zerogap.train.trainer import Trainer
 from zerogap.types import Sample, SamplingKey, SamplingParams, TrainBatch
 from zerogap.verify.paths import Ids, decode_logits, engine_logits, trainer_logits
 from zerogap.weights import open_model, save_folder
+from zerogap.weights.save import NUMERICS_FILE
 
 
 @dataclasses.dataclass
@@ -71,15 +74,17 @@ class Subject:
         steps: optimizer steps of check 10.
         trainable: tensors that checks 8 and 10 train.
         reload: test seam of check 8: what is written for each tensor (a planted fault replaces it).
+        rescale: test seam of check 8: what the KV scales of the export become.
         logged: test seam of check 10: what the rollout's record becomes before it is trained on.
     """
 
     decoder: Decoder
     sequences: Sequence[Ids]
     page_sizes: tuple[int, int] = (16, 64)
-    steps: int = 3
+    steps: int = 4
     trainable: Sequence[str] = ("all",)
     reload: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter
+    rescale: Callable[[list], list] = list
     logged: Callable[[list[Sample]], list[Sample]] = list
 
     @property
@@ -178,9 +183,13 @@ def second_step(subject: Subject, tally: Tally) -> None:
     decoder = subject.decoder
     with tempfile.TemporaryDirectory() as folder:
         tensors = ((name, handle.value()) for name, handle in decoder.weights.items())
-        save_folder(Path(folder) / "model", decoder.spec, subject.reload(tensors))
+        scales = None if decoder.kv_scales is None else subject.rescale(decoder.kv_scales.to_list())
+        save_folder(Path(folder) / "model", decoder.spec, subject.reload(tensors), numerics_meta={"kv_scales": scales})
         files = open_model(Path(folder) / "model")
         again = Decoder(files.spec, decoder.numerics, max_positions=decoder.max_positions).load(files.tensors())
+        if decoder.calibrated:
+            stored = json.loads((Path(folder) / "model" / NUMERICS_FILE).read_text())["kv_scales"]
+            again.set_kv_scales(KVScales.from_list(stored))
     ours, theirs = decoder.digests(), again.digests()
     for name in ours:
         tally.values(f"digest of {name}", theirs.get(name), ours[name])

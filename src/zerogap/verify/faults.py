@@ -91,6 +91,7 @@ FAULTS = {
         Fault("decode-row", 5, "a row decoded alone differs from the same row in a prefill", (6, 8, 10), _decode_rows),
         Fault("page-size", 6, "results depend on the page size of the cache", (8,), _large_pages),
         Fault("stale-weight", 8, "one tensor of the export is not the updated one"),
+        Fault("stale-scales", 8, "the KV scales of the export are not those of its weights (calibrated only)"),
         Fault("log-shift", 10, "the log-prob logged for a token is its neighbour's"),
     )
 }
@@ -132,6 +133,10 @@ def planted(fault: Fault, subject: Subject) -> Iterator[Subject]:
         subject.decoder.blocks = [FaultyBlock(blocks[0], fault.rows), *blocks[1:]]  # type: ignore[list-item]
     elif fault.name == "stale-weight":
         faulty = dataclasses.replace(subject, reload=_stale)
+    elif fault.name == "stale-scales":
+        if not subject.decoder.calibrated:
+            raise ConfigError("inject", fault.name, "only numerics.kv_scale: calibrated has a scale set")
+        faulty = dataclasses.replace(subject, rescale=_rescaled)
     elif fault.name == "log-shift":
         faulty = dataclasses.replace(subject, logged=_shifted)
     try:
@@ -147,6 +152,11 @@ def _stale(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
             tensor = tensor.clone()
             tensor[0] += 1.0
         yield name, tensor
+
+
+def _rescaled(scales: list) -> list:
+    scales[0][0][0] *= 1.5
+    return scales
 
 
 def _shifted(samples: list[Sample]) -> list[Sample]:

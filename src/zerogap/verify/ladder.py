@@ -49,7 +49,10 @@ class CheckResult:
 
 
 def climb(subject: Subject, numbers: Sequence[int] = tuple(LADDER)) -> Iterator[CheckResult]:
-    """Run checks in order, yielding each result as it is there."""
+    """Run checks in order, yielding each result as it is there. Calibrated KV scales come from the subject's sequences
+    where the decoder has none."""
+    if subject.decoder.needs_calibration:
+        subject.decoder.calibrate(subject.sequences)
     for number in numbers:
         name, check = LADDER[number]
         tally, began = Tally(), time.perf_counter()

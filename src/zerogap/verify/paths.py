@@ -49,9 +49,9 @@ def trainer_logits(decoder: Decoder, sequences: Sequence[Ids], packs: Sequence[S
     samples = [as_sample(decoder, ids) for ids in sequences]
     planned = [Pack(tuple(pack), sum(samples[i].num_tokens for i in pack)) for pack in packs]
     micro = build_micro_batch(planned, samples)
-    scratch = decoder.codec().allocate(micro.num_pages, PAGE_SIZE)
+    layers = decoder.scratch_kv(decoder.codec().allocate(micro.num_pages, PAGE_SIZE))
     with torch.enable_grad():
-        hidden = decoder.hidden(micro.ids, micro.context, [scratch] * len(decoder.blocks))
+        hidden = decoder.hidden(micro.ids, micro.context, layers)
     logits = head_logits(hidden.detach(), decoder.head)
     return list(logits.split([len(sequences[i]) - 1 for i in micro.samples]))
 

@@ -324,6 +324,13 @@ class RunConfig(Section):
                 rollout.numerics,
                 "switch rollout.top_k, top_p and min_p off: an id that one side keeps may be excluded on the other",
             )
+        if self.algorithm.correction.active and not self.one_sided:
+            raise ConfigError(
+                "algorithm.correction.kind",
+                self.algorithm.correction.kind,
+                "choose none: rollout and trainer compute the same bits, so every ratio is 1; corrections are for "
+                "rollout.numerics of another contract",
+            )
         if "task" in self.reward.functions and not self.data.train.startswith("reasoning_gym:"):
             raise ConfigError("reward.functions", "task", "only reasoning_gym:NAME data has a scorer of its own")
         return self

@@ -42,10 +42,9 @@ def run_facts(
         ("output", config.output_dir),
     ]
     if config.one_sided:
-        one_sided = (
-            f"ONE-SIDED, NOT EXACT: rollout {asked.name}, contract {asked.fingerprint()}; training {numerics.name}"
-        )
-        facts.insert(0, ("warning", one_sided))
+        sides = f"rollout {asked.name} (contract {asked.fingerprint()}), training {numerics.name}"
+        correction = f"correction {config.algorithm.correction.kind}"
+        facts.insert(0, ("warning", f"ONE-SIDED, NOT EXACT: {sides}; {correction}"))
     notice = sampling_defaults_notice(files)
     return [*facts, ("notice", notice)] if notice else facts
 

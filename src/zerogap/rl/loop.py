@@ -19,9 +19,10 @@ from typing import Any
 
 from zerogap.config import RunConfig
 from zerogap.errors import ZerogapError
-from zerogap.moments import pool
+from zerogap.moments import Moments, pool
 from zerogap.rl import setup
 from zerogap.rl.advantage import Advantages, build_batch, group_advantages
+from zerogap.rl.correction import correct
 from zerogap.rl.data import PromptOrder
 from zerogap.rl.describe import run_facts
 from zerogap.rl.evaluate import summarise
@@ -170,8 +171,8 @@ class Run:
         scores = self._score(step, prompts, samples)
         advantages = self._advantages(scores)
         self._log_rollout(step, samples, scores, advantages)
-        batch = self._batch(samples, advantages)
-        metrics = self._update(step, batch)
+        batch, corrected = self._batch(samples, advantages)
+        metrics = self._update(step, batch) | flatten(corrected)
         with self._phase(step, "update_weights"):
             self._update_rollout(step)
         self.step = step
@@ -232,8 +233,9 @@ class Run:
         groups = [i // size for i in range(len(scores.totals))]
         return group_advantages(scores.totals, groups, self.config.algorithm.scale_rewards)
 
-    def _batch(self, samples: Sequence[Sample], advantages: Advantages) -> TrainBatch:
-        """What the trainer gets. One-sided, the ratio of the loss divides by the trainer's own log-probs."""
+    def _batch(self, samples: Sequence[Sample], advantages: Advantages) -> tuple[TrainBatch, Mapping[str, Moments]]:
+        """What the trainer gets, and the figures of its correction. One-sided, the ratio of the loss divides by the
+        trainer's own log-probs, computed here; the gap to the rollout's is left to the correction."""
         reference = old = None
         if self.reference is not None:
             with self._phase(self.step + 1, "reference"):
@@ -241,7 +243,9 @@ class Run:
         if self.trainer.one_sided:
             with self._phase(self.step + 1, "old_logprobs"):
                 old = self.trainer.logprobs(samples)
-        return build_batch(samples, advantages, self.config.algorithm.mask_truncated_completions, reference, old)
+        algorithm = self.config.algorithm
+        batch = build_batch(samples, advantages, algorithm.mask_truncated_completions, reference, old)
+        return correct(batch, algorithm.correction)
 
     def _update(self, step: int, batch: TrainBatch) -> dict[str, float]:
         """The updates on one batch. On the first one every token's bits are compared; later ones train at newer

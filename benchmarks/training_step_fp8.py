@@ -1,8 +1,8 @@
 """One training step in FP8 against BF16: forward, backward, update and publish, all arms interleaved in one run.
 
-`--samples` sequences of `--length` tokens, half of each as completion; all tensors are trained. The update quantises the
-published weights anew, and with calibrated scales the forward takes their maxima along. `recalibration` is the share of
-the step that this costs.
+`--samples` sequences of `--length` tokens, half of each as completion; all tensors are trained. The update quantises
+the published weights anew, and with calibrated scales the forward takes their maxima along. `recalibration` is the
+share of the step that this costs.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 Short prompts go through `Engine.generate`; decode time is the time of the whole call less that of a call for one token.
 Long contexts (`--context` tokens already cached) run the engine's forward pass over pages that hold random keys and
-values, distinct ones for each sequence: what stands in them does not change the time, and to prefill 32 prompts of 4,096
+values, distinct ones for each sequence: what they hold does not change the time, and to prefill 32 prompts of 4,096
 tokens would take long. The head is at most 10 % of the weight bytes in every arm. `ceiling` is the ratio of the bytes
 that a step reads (weights once, every sequence's keys and values): the best that a memory-bound step can reach.
 """

@@ -30,7 +30,7 @@ CHANGED = {
     "model": "x", "trainable": ["last:2"], "numerics": "fp32", "data.train": "a.jsonl", "data.eval": "b.jsonl",
     "data.task": {"a": 1}, "data.size": 7, "data.prompt_column": "p", "data.answer_column": "a", "data.system": "s",
     "data.instruction": "i", "data.max_prompt_length": 9, "data.shuffle": False, "reward.functions": ["m:f"],
-    "reward.weights": [2.0], "rollout.prompts_per_step": 2, "rollout.num_generations": 3,
+    "reward.weights": [2.0], "rollout.numerics": "fp8", "rollout.prompts_per_step": 2, "rollout.num_generations": 3,
     "rollout.max_completion_length": 5, "rollout.temperature": 0.6, "rollout.top_k": 5, "rollout.top_p": 0.9,
     "rollout.min_p": 0.1, "rollout.stop": ["\n"], "rollout.page_size": 64, "rollout.kv_cache_memory": 0.5,
     "rollout.max_batch_tokens": 100, "rollout.max_sequences": 4, "rollout.prefix_cache": False,
@@ -51,13 +51,14 @@ CHANGED = {
 
 def test_every_field_is_read():
     assert set(CHANGED) == {key for key, _, _ in iter_fields()}
-    filters = {"rollout.top_k", "rollout.top_p", "rollout.min_p"}  # refused together with beta
-    without_beta, without_filters = (
+    filters = {"rollout.top_k", "rollout.top_p", "rollout.min_p"}
+    no_filters = {key for key in CHANGED if key in ("algorithm.beta", "rollout.numerics") or ".correction." in key}
+    with_filters, without_filters = (
         load_config(MINIMAL, [f"{key}={json.dumps(value)}" for key, value in CHANGED.items() if key not in left_out])
-        for left_out in ({"algorithm.beta"}, filters)
+        for left_out in (no_filters, filters)
     )
     for key, value in CHANGED.items():
-        node = without_filters if key == "algorithm.beta" else without_beta
+        node = without_filters if key in no_filters else with_filters
         for part in key.split("."):
             node = getattr(node, part)
         assert (list(node) if isinstance(node, tuple) else node) == value, key
@@ -67,6 +68,21 @@ def test_every_field_is_read():
 def test_a_reference_model_and_filters_are_refused_together(given):
     with pytest.raises(ConfigError, match=r"algorithm\.beta = 0\.1: choose 0, or switch rollout"):
         load_config(MINIMAL, ["algorithm.beta=0.1", given])
+
+
+def test_a_correction_needs_a_rollout_that_differs():
+    with pytest.raises(ConfigError, match=r"correction\.kind = 'token_tis': choose none: .* the same bits"):
+        load_config(MINIMAL, ["algorithm.correction.kind=token_tis"])
+    with pytest.raises(ConfigError, match="the same bits"):
+        load_config(MINIMAL, ["algorithm.correction.kind=token_tis", "rollout.numerics=bf16"])
+    config = load_config(MINIMAL, ["algorithm.correction.kind=token_tis", "rollout.numerics=fp8-kv"])
+    assert config.one_sided and config.rollout_contract().name == "fp8-kv" and config.contract().name == "bf16"
+
+
+@pytest.mark.parametrize("given", ["rollout.top_k=5", "rollout.top_p=0.9", "rollout.min_p=0.1"])
+def test_one_sided_rollouts_and_filters_are_refused_together(given):
+    with pytest.raises(ConfigError, match=r"rollout\.numerics = 'fp8': switch rollout"):
+        load_config(MINIMAL, ["rollout.numerics=fp8", given])
 
 
 def test_round_trip_and_frozen():

@@ -326,6 +326,7 @@ class LayerKV:
     Attributes:
         keys, values: pages, the page number first.
         key_scales, value_scales: FP32 scales of an FP8 codec (`ops.kv.FP8Codec` says which), None for any other.
+        calibration: who is shown the keys and values before they are written, None: nobody.
     """
 
     keys: torch.Tensor
@@ -333,6 +334,15 @@ class LayerKV:
     codec: "KVCodec"
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    calibration: "KVObserver | None" = None
+
+
+class KVObserver(Protocol):
+    """Learns how large keys and values get (`ops.kv_scales`)."""
+
+    def observe(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keys after RoPE and values of T rows, [T, num_kv_heads * head_dim]."""
+        ...
 
 
 class KVCodec(Protocol):

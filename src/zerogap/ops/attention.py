@@ -103,6 +103,8 @@ def attention(
     assert num_heads % leaves == 0, f"{leaves} leaves do not divide {num_heads} heads"
     assert (kv.codec.num_kv_heads, kv.codec.head_dim) == (num_kv_heads, head_dim), kv.codec
     require_scales(kv)
+    if kv.calibration is not None:
+        kv.calibration.observe(k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         _require_whole_samples(context, q.shape[0])
         out = _Attention.apply(q, k, v, kv, context, num_heads, scale, kv_split, leaves)

@@ -1,12 +1,14 @@
 """Writes the generated pages of this folder: `python docs/generate.py`. A test compares them with what is committed.
 
-`recipe-keys.md` comes from `zerogap.config`, `how-fast.md` from the result files of `benchmarks/`.
+`recipe-keys.md` comes from `zerogap.config`, `metrics.md` from `zerogap.rl.dictionary`, `how-fast.md` from the result
+files of `benchmarks/`.
 """
 
 import json
 from pathlib import Path
 
 from zerogap.config import iter_fields
+from zerogap.rl import dictionary
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -45,6 +47,64 @@ def recipe_keys() -> str:
     return "\n".join(parts)
 
 
+def named(text: str) -> str:
+    """`name: remark` as code and a remark in brackets; an empty text stays empty."""
+    name, _, remark = text.partition(": ")
+    return f"`{name}`" * bool(name) + f" ({remark})" * bool(remark)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table, with bars in cells escaped."""
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+METRICS_INTRODUCTION = """\
+Primary names are TRL's. Other frameworks' names are those of TRL 1.16.0 and verl 0.9.1, and of NeMo RL, prime-rl and
+slime as they stood in mid-2026 (they change theirs between releases). A name alone means the same number, a remark in
+brackets how it differs.
+
+In the formulas d = log p_trainer - log p_rollout of a drawn token, and rho = e^d. *Tokens* are completion tokens that
+take part in the loss, *completions* those that have one. Figures of the gap count rejected tokens, too: what was wrong
+does not look better because it was thrown away. Every mean is over all tokens of the step, summed exactly and rounded
+once, in FP64; others often average the means of micro-batches, ranks or completions, which weighs short ones more.
+
+With one contract on both sides the gap is exactly 0, every ratio exactly 1. Others report a `sampling/k3_kl` of 5e-4 to
+2e-3 for healthy BF16 runs and 3e-3 to 6e-3 for FP8, and trouble above 1e-2.
+"""
+
+CORRECTIONS_INTRODUCTION = """\
+`algorithm.correction.kind` sets the weight of each token's surrogate (never differentiated; KL and entropy terms are
+not weighted). A *rejected* token leaves the loss and its denominators, as with verl's `rollout_rs`; one of weight 0
+stays in the denominators, as with verl's `rollout_is` bounds and TRL's masks. So `token_mis` and `icepop` with equal
+bounds have, under `loss_type: dapo`, gradients of one direction and of different length.
+
+Bounds are on rho; verl's k1 is -d, so its `rollout_rs` bounds are on 1 / rho. `algorithm.correction.normalise` divides
+by the mean over what is left after rejection, verl's by the mean before it. The veto of whole completions has no
+counterpart in verl 0.9.1 or TRL 1.16.0.
+"""
+
+
+def metrics() -> str:
+    """The metric dictionary."""
+    parts = ["# What does each metric mean?\n", NOTICE, METRICS_INTRODUCTION]
+    for title, entries in dictionary.SECTIONS.items():
+        rows = [[f"`{m.name}`", m.formula, *(named(m.peers.get(p, "")) for p in dictionary.PEERS)] for m in entries]
+        parts += [f"## {title}\n", table(["zerogap", "meaning", *dictionary.PEERS], rows)]
+    elsewhere = [
+        [peer, ", ".join(f"`{n}`" for n in names.split(", ")), text] for peer, names, text in dictionary.ELSEWHERE
+    ]
+    kinds = [[f"`{kind}`", *map(named, peers)] for kind, peers in dictionary.KINDS.items()]
+    parts += [
+        "## Numbers that zerogap does not log\n",
+        table(["framework", "name", "meaning"], elsewhere),
+        "## Which correction is which?\n",
+        CORRECTIONS_INTRODUCTION,
+        table(["kind", "verl", "TRL", "NeMo RL"], kinds),
+    ]
+    return "\n".join(parts)
+
+
 def shown_number(value: object) -> str:
     """Three significant digits of a float; anything else as it is."""
     if not isinstance(value, float):
@@ -79,7 +139,7 @@ def how_fast() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"recipe-keys.md": recipe_keys, "how-fast.md": how_fast}
+PAGES = {"recipe-keys.md": recipe_keys, "metrics.md": metrics, "how-fast.md": how_fast}
 
 
 if __name__ == "__main__":

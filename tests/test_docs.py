@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import zerogap
 from tests.models_on_disk import small_tokenizer, tiny_spec, write_gguf
 from zerogap import cli
 from zerogap.config import iter_fields
+from zerogap.rl import dictionary
 from zerogap.rl.data import Row
 from zerogap.rl.reward import RewardFunctions
 
@@ -32,6 +34,10 @@ NOT_HERE = {
     "benchmarks/results/",
     "report.html",
 }
+# Names of metrics look like paths.
+METRICS = {name for m in itertools.chain(*dictionary.SECTIONS.values()) for name in (m.name, *m.peers.values())}
+METRICS |= {name for _, names, _ in dictionary.ELSEWHERE for name in names.split(", ")}
+NOT_HERE |= {name.partition(": ")[0] for name in METRICS}
 
 
 def fences(text, language):

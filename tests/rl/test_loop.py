@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tests.bits import assert_same_bits
 from tests.tiny_runs import lines, recipe, train, without_times
 from zerogap.errors import CheckpointError, ConfigError, ParityError
+from zerogap.rl.dictionary import find
 from zerogap.rl.loop import Run
 from zerogap.rl.observer import Observer
 from zerogap.rl.rollout_log import LoggedRollout, logged_steps, read_rollout, write_rollout
@@ -60,6 +61,11 @@ def test_every_step_logs_the_names_users_know_and_no_mismatch(finished):
     assert [r["version"] for r in records] == [1, 2, 3]
     assert finished.compared_tokens == sum(r["bit_wise/compared_tokens"] for r in records)
     assert records[1]["num_tokens"] > records[0]["num_tokens"]
+
+
+def test_every_logged_name_is_in_the_dictionary(finished):
+    logged = {name for kind in ("metrics", "eval") for record in lines(finished, kind) for name in record}
+    assert [name for name in sorted(logged) if find(name) is None] == []
 
 
 def test_held_out_rows_are_scored_before_between_and_after(finished):

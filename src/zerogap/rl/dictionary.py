@@ -177,6 +177,7 @@ COMPLETIONS = (
 )
 
 GAP = (
+    Metric("one_sided", "1 where the rollout has a contract of its own, so that the run is not exact; else 0"),
     Metric("bit_wise/compared_tokens", "drawn at the trainer's own weight version, so that bits must be equal"),
     Metric("bit_wise/mismatched_tokens", "those whose FP32 log-prob differs in any bit"),
     Metric("bit_wise/ratio_tokens_different/mean", "share of live compared tokens that differ in any bit"),
@@ -317,7 +318,14 @@ PROGRESS = (
         "seconds until the engine has the new weights",
         _same("", "timing_s/update_weights", "", "time/broadcast_weights", "perf/update_weights_time"),
     ),
+    Metric(
+        "time/old_logprobs",
+        "seconds of the trainer's own log-probs, computed again; one-sided runs only",
+        _same("", "timing_s/old_log_prob", "timing/train/policy_and_reference_logprobs", "", "perf/log_probs_time"),
+    ),
+    Metric("time/recalibrate", "seconds spent on new KV scales; part of another phase"),
     Metric("time/{phase}", "seconds of another phase: reward, reference, save, ..."),
+    Metric("kv_bytes_per_token", "bytes that one token takes in the KV cache, all layers, scales included"),
 )
 
 EVALUATION = (

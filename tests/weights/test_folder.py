@@ -32,7 +32,7 @@ def rewrite_tensors(folder, edit):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("storage", DType)
+@pytest.mark.parametrize("storage", [DType.FP32, DType.BF16])
 def test_round_trip_keeps_every_bit_in_one_file_and_in_shards(tmp_path, family, tied, storage):
     spec = tiny_spec(family, tied, rope=LLAMA3_ROPE, eos_token_ids=(2, 7, 9))
     expected = dict(random_tensors(spec, seed=3, storage=storage))

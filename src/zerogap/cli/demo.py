@@ -130,7 +130,7 @@ def score_folder(console: Console, run: Run, when: str) -> dict[str, float]:
     folder, kept = run.folder.model, run.folder.model.is_dir() and when == "after"
     if not kept:
         folder = run.folder.path.parent / f".{run.folder.path.name}-source"
-        tensors = ((name, handle.value()) for name, handle in run.decoder.weights.items())
+        tensors = ((name, handle.stored()) for name, handle in run.decoder.weights.items())
         save_folder(folder, run.decoder.spec, tensors, files=run.files)
     sampled = complete(folder, rows, length, SAMPLES, SCORE_SEED)
     greedy = complete(folder, rows, length)

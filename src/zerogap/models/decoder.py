@@ -26,7 +26,7 @@ from zerogap.ops.kv import DenseCodec, FP8Codec
 from zerogap.ops.kv_scales import Calibration, KVScales
 from zerogap.ops.norm import rms_norm
 from zerogap.ops.rope import rope_table
-from zerogap.types import LOCAL, Exchange, ForwardContext, KVCodec, LayerKV
+from zerogap.types import LOCAL, BlockCodes, Exchange, ForwardContext, KVCodec, LayerKV
 
 BlockRunner = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -112,7 +112,7 @@ class Decoder:
 
     # ---- weights
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Decoder":
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor | BlockCodes]]) -> "Decoder":
         """Fill every weight from (checkpoint name, tensor) pairs; returns self.
 
         Raises:

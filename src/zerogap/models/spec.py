@@ -282,10 +282,42 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
     if kinds:
         raise ConfigError("config.layer_types", kinds, "only full_attention layers are computed")
-    if config.get("quantization_config") is not None:
-        raise ConfigError("config.quantization_config", "present", "use the unquantised checkpoint")
+    _refuse_other_quantisation(config.get("quantization_config"))
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config.partial_rotary_factor", config["partial_rotary_factor"], "only 1.0 is computed")
+
+
+def _refuse_other_quantisation(quantisation: object) -> None:
+    """Only block-FP8 is read, as DeepSeek-V3 and the Qwen3-FP8 models state it (transformers' FineGrainedFP8Config).
+
+    Which tensors are codes stands in the files themselves, so the lists of modules decide nothing. Scales are read as
+    the numbers they are, whatever `scale_fmt` calls them.
+    """
+    if quantisation is None:
+        return
+    if not isinstance(quantisation, Mapping):
+        raise ConfigError("config.quantization_config", quantisation, "give a mapping with quant_method")
+    other = "only fp8 in blocks of 128 x 128 is read; use that checkpoint of the model, or the unquantised one"
+    needed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    allowed: dict[str, tuple[object, ...]] = {
+        "fmt": ("e4m3",),
+        "activation_scheme": ("dynamic",),
+        "scale_fmt": ("float", "ue8m0"),
+        "expert_dtype": ("fp8",),
+        "dequantize": (False, True),  # asks a loader for BF16 weights; the contract says here what is done with them
+    }
+    for key, value in needed.items():
+        given = quantisation.get(key, _MISSING)
+        if (list(given) if isinstance(given, tuple) else given) != value:
+            raise ConfigError(f"config.quantization_config.{key}", given, other)
+    for key, given in quantisation.items():
+        if key in needed or given is None or key in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
+            continue
+        if key not in allowed:
+            raise ConfigError(f"config.quantization_config.{key}", given, f"its meaning is not known here; {other}")
+        if given not in allowed[key]:
+            choices = " or ".join(str(choice) for choice in allowed[key])
+            raise ConfigError(f"config.quantization_config.{key}", given, f"only {choices} is computed; {other}")
 
 
 def _whole(config: Mapping[str, Any], key: str) -> int:

@@ -137,6 +137,12 @@ class WeightHandle:
         width, reduce = self.spec.shape
         return BlockCodes(cpu_quant.unpack_codes(self.panels, width, reduce), self.scales.clone())
 
+    def stored(self) -> torch.Tensor | BlockCodes:
+        """What a checkpoint keeps so that, loaded under this contract, it gives the same digest: the published value,
+        or the codes that a checkpoint brought."""
+        brought = self.spec.fp8 is not None and self.master is None and self.published is None
+        return self.codes() if brought else self.value()
+
     def publish(self) -> None:
         """Round the master to the storage dtype, in place, in every form that this weight has.
 

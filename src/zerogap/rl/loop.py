@@ -392,7 +392,7 @@ class Run:
 
     def _save_model(self) -> None:
         self.observer.phase(self.step, "save")
-        tensors = ((name, handle.value()) for name, handle in self.decoder.weights.items())
+        tensors = ((name, handle.stored()) for name, handle in self.decoder.weights.items())
         facts = {**weight_facts(self.decoder), "step": self.step}
         save_folder(self.folder.model, self.decoder.spec, tensors, files=self.files, numerics_meta=facts)
 

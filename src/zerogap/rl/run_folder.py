@@ -127,7 +127,7 @@ class RunFolder:
         target = self.weights / f"{VERSION}{decoder.version}"
         facts = {**weight_facts(decoder), "source": source}
         if source is None:
-            tensors = ((name, handle.value()) for name, handle in decoder.weights.items())
+            tensors = ((name, handle.stored()) for name, handle in decoder.weights.items())
             save_folder(target, decoder.spec, tensors, files=files, numerics_meta=facts)
         else:
             target.mkdir(parents=True, exist_ok=True)

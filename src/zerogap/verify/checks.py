@@ -20,10 +20,12 @@ from zerogap.rl.loss import PolicyLoss
 from zerogap.rollout.engine import Engine
 from zerogap.train.optimizer import OptimizerSettings
 from zerogap.train.trainer import Trainer
-from zerogap.types import Sample, SamplingKey, SamplingParams, TrainBatch
+from zerogap.types import BlockCodes, Sample, SamplingKey, SamplingParams, TrainBatch
 from zerogap.verify.paths import Ids, decode_logits, engine_logits, trainer_logits
 from zerogap.weights import open_model, save_folder
 from zerogap.weights.save import NUMERICS_FILE
+
+NamedTensor = tuple[str, torch.Tensor | BlockCodes]
 
 
 @dataclasses.dataclass
@@ -83,7 +85,7 @@ class Subject:
     page_sizes: tuple[int, int] = (16, 64)
     steps: int = 4
     trainable: Sequence[str] = ("all",)
-    reload: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter
+    reload: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]] = iter
     rescale: Callable[[list], list] = list
     logged: Callable[[list[Sample]], list[Sample]] = list
 
@@ -182,7 +184,7 @@ def second_step(subject: Subject, tally: Tally) -> None:
     _train(subject, Tally(), steps=1, seed=8)
     decoder = subject.decoder
     with tempfile.TemporaryDirectory() as folder:
-        tensors = ((name, handle.value()) for name, handle in decoder.weights.items())
+        tensors = ((name, handle.stored()) for name, handle in decoder.weights.items())
         scales = None if decoder.kv_scales is None else subject.rescale(decoder.kv_scales.to_list())
         save_folder(Path(folder) / "model", decoder.spec, subject.reload(tensors), numerics_meta={"kv_scales": scales})
         files = open_model(Path(folder) / "model")

@@ -17,7 +17,7 @@ from zerogap.errors import ConfigError
 from zerogap.layers.block import Block
 from zerogap.ops import tap
 from zerogap.types import ForwardContext, Sample
-from zerogap.verify.checks import Subject
+from zerogap.verify.checks import NamedTensor, Subject
 
 RowChooser = Callable[[ForwardContext], list[int]]
 
@@ -146,9 +146,9 @@ def planted(fault: Fault, subject: Subject) -> Iterator[Subject]:
         subject.decoder.blocks = blocks
 
 
-def _stale(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _stale(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     for name, tensor in tensors:
-        if name == "model.norm.weight":
+        if name == "model.norm.weight" and isinstance(tensor, torch.Tensor):
             tensor = tensor.clone()
             tensor[0] += 1.0
         yield name, tensor

@@ -1,5 +1,7 @@
 """Read a Hugging Face folder: safetensors (one file, or shards with an index), tokenizer files, chat template.
 
+Tensors are FP32, FP16 or BF16, or matrices in block-FP8 (`zerogap.weights.block_fp8`).
+
 Only safetensors are read, never pickles. A truncated or corrupt file is a `CheckpointError` with the file's name.
 """
 
@@ -12,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zerogap.errors import CheckpointError
+from zerogap.types import BlockCodes
+from zerogap.weights import block_fp8
 from zerogap.weights.model_files import ModelFiles, check_tensors, is_derived, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -27,7 +31,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-_STORED_DTYPES = ("F32", "F16", "BF16")
+_STORED_DTYPES = ("F32", "F16", "BF16", block_fp8.CODES_DTYPE)
 
 
 class FolderFiles(ModelFiles):
@@ -47,26 +51,35 @@ class FolderFiles(ModelFiles):
             _chat_template(folder),
         )
         self._file_of: dict[str, Path] = {}
-        found: dict[str, tuple[int, ...]] = {}
+        found: dict[str, block_fp8.Stored] = {}
         for path in _weight_files(folder):
-            for name, shape in _read_header(path).items():
+            for name, stored in _read_header(path).items():
                 if name in found:
                     raise CheckpointError(f"{path}: {name} is also in {self._file_of[name].name}")
-                if not is_derived(name, self.spec):
-                    self._file_of[name], found[name] = path, shape
-        check_tensors(str(folder), self.spec, found)
+                if not is_derived(block_fp8.tensor_of(name), self.spec):
+                    self._file_of[name], found[name] = path, stored
+        self._scales_of = block_fp8.scales_of(str(folder), found, self.config)
+        shapes = {name: stored.shape for name, stored in found.items() if block_fp8.tensor_of(name) == name}
+        check_tensors(str(folder), self.spec, shapes)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | BlockCodes]]:
         with contextlib.ExitStack() as stack:
             readers: dict[Path, Any] = {}
-            for name, path in sorted(self._file_of.items()):
+
+            def read(name: str) -> torch.Tensor:
+                path = self._file_of[name]
                 try:
                     if path not in readers:
                         readers[path] = stack.enter_context(safe_open(path, framework="pt"))
-                    tensor = readers[path].get_tensor(name)
+                    return readers[path].get_tensor(name)
                 except (SafetensorError, OSError) as error:
                     raise CheckpointError(f"{path}: cannot read {name} ({error})") from error
-                yield name, tensor
+
+            for name in sorted(self._file_of):
+                if name in self._scales_of:
+                    yield name, block_fp8.from_stored(read(name), read(self._scales_of[name]))
+                elif block_fp8.tensor_of(name) == name:
+                    yield name, read(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         files = {name: (self.source / name).read_bytes() for name in TOKENIZER_FILES if (self.source / name).is_file()}
@@ -96,20 +109,21 @@ def _weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}{hint}")
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file, after checking that it is whole and of dtypes that are read."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def _read_header(path: Path) -> dict[str, block_fp8.Stored]:
+    """Dtypes and shapes in a safetensors file by name, after checking that it is whole and of dtypes that are read."""
+    stored: dict[str, block_fp8.Stored] = {}
     try:
         with safe_open(path, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (a method, not a mapping)
                 view = reader.get_slice(name)
-                if view.get_dtype() not in _STORED_DTYPES:
-                    raise CheckpointError(f"{path}: {name} is {view.get_dtype()}; only F32, F16 and BF16 are read")
-                shapes[name] = tuple(view.get_shape())
+                dtype = view.get_dtype()
+                if dtype not in _STORED_DTYPES:
+                    raise CheckpointError(f"{path}: {name} is {dtype}; only {', '.join(_STORED_DTYPES)} are read")
+                stored[name] = block_fp8.Stored(dtype, tuple(view.get_shape()))
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise CheckpointError(f"{path}: truncated or corrupt, {size} bytes ({error})") from error
-    return shapes
+    return stored
 
 
 def _chat_template(folder: Path) -> str | None:

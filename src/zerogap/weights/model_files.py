@@ -18,6 +18,7 @@ import torch
 from zerogap.errors import CheckpointError
 from zerogap.models.spec import ModelSpec, token_ids
 from zerogap.numerics import PRESETS
+from zerogap.types import BlockCodes
 
 # Keys of generation_config.json that do not influence which token is drawn.
 _NOT_SAMPLING = {
@@ -64,10 +65,11 @@ class ModelFiles(abc.ABC):
         self.spec = dataclasses.replace(spec, eos_token_ids=token_ids([*spec.eos_token_ids, *more]))
 
     @abc.abstractmethod
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | BlockCodes]]:
         """(Hugging Face name, tensor) in checkpoint-name order, each of the spec's tensors exactly once.
 
-        Dtypes are the stored ones (quantised GGUF blocks become BF16). A tied head is not repeated.
+        Dtypes are the stored ones (quantised GGUF blocks become BF16); a matrix in block-FP8 comes as `BlockCodes`. A
+        tied head is not repeated.
 
         Raises:
             CheckpointError: a file cannot be read.

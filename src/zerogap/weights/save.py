@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 
 from zerogap.errors import ConfigError
 from zerogap.models.spec import ModelSpec
-from zerogap.numerics import DType
+from zerogap.numerics import PRESETS, DType
+from zerogap.types import BlockCodes
+from zerogap.weights import block_fp8
 from zerogap.weights.folder import INDEX, SINGLE
 from zerogap.weights.model_files import ModelFiles, check_tensors
 from zerogap.weights.whole_folder import replace_folder
@@ -30,7 +32,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def save_folder(
     path: str | os.PathLike[str],
     spec: ModelSpec,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor | BlockCodes]],
     files: ModelFiles | None = None,
     numerics_meta: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -41,7 +43,8 @@ def save_folder(
         path: the folder; its parents are made.
         spec: what `config.json` will say.
         tensors: (Hugging Face name, tensor) pairs, exactly those of the spec, stored in their own dtypes. `config.json`
-            says bfloat16 if all are BF16, else float32, so that a loader loses nothing.
+            says bfloat16 if all are BF16, else float32, so that a loader loses nothing. Matrices given as `BlockCodes`
+            are stored in block-FP8, and `config.json` gets their `quantization_config`.
         files: the model this one came from: its tokenizer, chat template, generation config and the config keys that
             the spec does not hold are carried over.
         numerics_meta: JSON-ready facts about the contract, written to zerogap.json.
@@ -62,8 +65,8 @@ def save_folder(
     except OSError as error:
         raise ConfigError("path", str(path), f"the folder cannot be made: {error}") from error
     try:
-        dtype = _write_shards(partial, spec, tensors, max_shard_bytes)
-        for name, content in _other_files(spec, dtype, files, numerics_meta).items():
+        dtype, quantised = _write_shards(partial, spec, tensors, max_shard_bytes)
+        for name, content in _other_files(spec, dtype, quantised, files, numerics_meta).items():
             (partial / name).write_bytes(content)
         replace_folder(partial, target)
     except BaseException:
@@ -73,9 +76,14 @@ def save_folder(
 
 
 def _write_shards(
-    folder: Path, spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
-) -> DType:
-    """Stream tensors into safetensors files, and an index if there are several; the dtype they have."""
+    folder: Path, spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor | BlockCodes]], max_shard_bytes: int
+) -> tuple[DType, list[str]]:
+    """Stream tensors into safetensors files, and an index if there are several.
+
+    Returns:
+        the dtype of those that are not quantised, and the names of those that are.
+    """
+    quantised: list[str] = []
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
@@ -92,36 +100,50 @@ def _write_shards(
     for name, tensor in tensors:
         if name in shapes:
             raise ConfigError("tensors", name, "give each tensor once")
-        if tensor.dtype not in _DTYPES:
-            raise ConfigError(f"tensors[{name}]", tensor.dtype, "give FP32, BF16 or FP16")
         shapes[name] = tuple(tensor.shape)
-        dtypes.add(tensor.dtype)
-        if shard and size + tensor.nbytes > max_shard_bytes:
+        if isinstance(tensor, BlockCodes):
+            quantised.append(name)
+        elif tensor.dtype not in _DTYPES:
+            raise ConfigError(f"tensors[{name}]", tensor.dtype, "give FP32, BF16 or FP16")
+        else:
+            dtypes.add(tensor.dtype)
+        parts = block_fp8.to_stored(name, tensor)
+        nbytes = sum(part.nbytes for part in parts.values())
+        if shard and size + nbytes > max_shard_bytes:
             flush()
             size = 0
-        shard[name] = tensor.detach().cpu().contiguous().clone()  # a clone: no two names may share storage
-        size += tensor.nbytes
-        total += tensor.nbytes
+        for part_name, part in parts.items():
+            shard[part_name] = part.detach().cpu().contiguous().clone()  # a clone: no two names may share storage
+        size += nbytes
+        total += nbytes
     flush()
     check_tensors(str(folder), spec, shapes)
     storage = DType.BF16 if dtypes == {torch.bfloat16} else DType.FP32
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / SINGLE)
-        return storage
+        return storage, quantised
     weight_map: dict[str, str] = {}
     for index, names in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{index}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     (folder / INDEX).write_bytes(_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
-    return storage
+    return storage, quantised
 
 
 def _other_files(
-    spec: ModelSpec, dtype: DType, files: ModelFiles | None, numerics_meta: Mapping[str, Any] | None
+    spec: ModelSpec,
+    dtype: DType,
+    quantised: list[str],
+    files: ModelFiles | None,
+    numerics_meta: Mapping[str, Any] | None,
 ) -> dict[str, bytes]:
     carried = {} if files is None else files.config
     config = {**carried, **spec.to_hf(dtype)}
+    config.pop("quantization_config", None)  # of the model this one came from
+    if quantised:
+        matrices = [n for n, weight in spec.weight_specs(PRESETS["fp32"]).items() if weight.kind == "matrix"]
+        config["quantization_config"] = block_fp8.quantization_config(matrices, quantised)
     # These ids are what ends a completion; an own generation_config.json would otherwise win over config.json.
     generation: dict[str, Any] = {} if files is None else dict(files.generation_config or {})
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):

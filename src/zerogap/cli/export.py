@@ -20,7 +20,7 @@ def export(
             "--format",
             help="How weights are stored. bf16: 2 bytes each, read by everything. fp32: 4 bytes. fp8: linear layers as "
             "E4M3 codes with one FP32 scale per 128 x 128 block (about 1 byte each; float8_e4m3fn and *_scale_inv, as "
-            "in DeepSeek-V3 and Qwen3-FP8), the rest BF16: exactly the codes that engine and trainer compute with under "
+            "in DeepSeek-V3 and Qwen3-FP8), the rest BF16: the codes that engine and trainer compute with under "
             "fp8 numerics. Default: what --numerics publishes, fp32 or bf16.",
         ),
     ] = None,

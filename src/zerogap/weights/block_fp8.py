@@ -47,9 +47,7 @@ def scales_of(where: str, stored: Mapping[str, Stored], config: Mapping[str, Any
     for name, scales in pairs.items():
         shape = stored[name].shape
         if len(shape) != 2:
-            raise CheckpointError(
-                f"{where}: {name} is {CODES_DTYPE} of shape {list(shape)}; only matrices are quantised"
-            )
+            raise CheckpointError(f"{where}: {name} is {CODES_DTYPE} of shape {list(shape)}, not a matrix")
         expected = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
         if scales not in stored:
             raise CheckpointError(f"{where}: {name} is {CODES_DTYPE}, and its scales {scales} are missing")

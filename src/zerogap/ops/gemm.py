@@ -6,6 +6,11 @@ pairs, odd element first); leaves joined by the fixed tree (adjacent pairs, an o
 Depends on: the row itself, the weight, the leaf size. Never on: number, position or values of other rows, which
 projections are concatenated, threads, or ranks that own whole leaves.
 
+FP8 (a weight with `spec.fp8`): x is quantised to E4M3 per row and 128 elements of K, W per 128 x 128 elements. Inside a
+block of 128 elements the sum runs from +0, then acc = fma(block, fl32(s_x * s_w), acc), blocks ascending. With
+`spec.fp8.gradients` so are the products of the gradients: dy per row and 128 outputs for dx, dy and x per column and
+block of 128 rows for dW; otherwise those are BF16 products of the published weight. Backward keeps the BF16 x.
+
 Gradients: dx is the same product over the output axis, over all weights of the call. `chain` (gate, up): one
 accumulator per leaf runs gate's slice, then up's. `trees` (q, k, v): separate trees, finished, added FP32 in that
 order, `rn` once. dW is a sum over blocks of 128 rows of a pack, each from +0, added ascending to the handle's FP32
@@ -21,6 +26,7 @@ import torch
 
 from zerogap.ops import tap
 from zerogap.ops.cpu import gemm as cpu
+from zerogap.ops.cpu import quant
 from zerogap.ops.handle import WeightHandle
 from zerogap.types import LOCAL, Exchange, ForwardContext
 
@@ -69,11 +75,16 @@ def _forward(
 ) -> tuple[torch.Tensor, ...]:
     rows = [None if b is None else b.rows for b in biases]
     split = exchange.size > 1
+    formats = {w.spec.fp8.scale_format for w in weights if w.spec.fp8}
+    assert len(formats) <= 1, f"linear: one scale format, not {sorted(formats)}"
+    grid, scales = quant.quantise_rows(x, *formats) if formats else (None, None)
     segments = []
     for weight, bias in zip(weights, rows, strict=True):
         (width, reduce), leaves = weight.spec.shape, weight.spec.in_leaves
-        leaf_size = reduce // leaves if leaves > 1 else 0
-        segments.append(cpu.Segment(x, weight.panels, width, leaf_size, None if split else bias))
+        segment = cpu.Segment(x, weight.panels, width, reduce // leaves if leaves > 1 else 0, None if split else bias)
+        if weight.spec.fp8 and grid is not None:
+            segment = segment._replace(x=grid, x_scales=scales, panel_scales=weight.scales)
+        segments.append(segment)
     outs = cpu.product(segments, "concatenate", fp32=split)
     if split:
         outs = tuple(cpu.finish([exchange.combine(y)], bias, x.dtype) for y, bias in zip(outs, rows, strict=True))
@@ -85,8 +96,12 @@ def _input_grad(
 ) -> torch.Tensor:
     segments = []
     for dy, weight in zip(dys, weights, strict=True):
-        (reduce, width), leaves = weight.spec.shape, weight.spec.out_leaves
-        segments.append(cpu.Segment(dy, weight.transposed, width, reduce // leaves if leaves > 1 else 0))
+        (reduce, width), leaves, fp8 = weight.spec.shape, weight.spec.out_leaves, weight.spec.fp8
+        segment = cpu.Segment(dy, weight.transposed, width, reduce // leaves if leaves > 1 else 0)
+        if fp8 and fp8.gradients:
+            grid, scales = quant.quantise_rows(dy, fp8.scale_format)
+            segment = segment._replace(x=grid, x_scales=scales, panel_scales=weight.scales, transposed=True)
+        segments.append(segment)
     if exchange.size == 1:
         return cpu.product(segments, gradient)[0]
     if gradient == "chain":
@@ -112,7 +127,9 @@ class _Linear(torch.autograd.Function):
         dys = tuple(dy.contiguous() for dy in dys)
         for dy, weight, bias in zip(dys, ctx.weights, ctx.biases, strict=True):
             if weight.trainable:
-                cpu.weight_grad(dy, x, ctx.pack_starts, weight.grad)
+                fp8 = weight.spec.fp8
+                scale_format = fp8.scale_format if fp8 and fp8.gradients else None
+                cpu.weight_grad(dy, x, ctx.pack_starts, weight.grad, scale_format)
             if bias is not None and bias.trainable:
                 cpu.column_grad(dy, ctx.pack_starts, bias.grad)
         dx = _input_grad(dys, ctx.weights, ctx.gradient, ctx.exchange) if ctx.needs_input_grad[0] else None

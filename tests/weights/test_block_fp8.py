@@ -178,6 +178,17 @@ def test_transformers_config_class_reads_and_writes_what_we_do(folder):
     assert ModelSpec.from_hf(config) == open_model(folder).spec
 
 
+def test_transformers_loads_the_values_that_we_do(tmp_path):
+    """On a CPU it dequantises; every element equals ours. (Its dequantiser takes whole blocks only.)"""
+    pytest.importorskip("accelerate", reason="transformers wants accelerate to load FP8 models")
+    spec = tiny_spec("llama", hidden_size=256, intermediate_size=384, num_heads=8, num_kv_heads=4)
+    folder = export(tmp_path / "m", decoder(spec, preset("fp8", bf16_first=1), random_tensors(spec)))
+    theirs = dict(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_parameters())
+    for name, handle in decoder(spec, preset("bf16"), open_model(folder).tensors()).weights.items():
+        assert_same_bits(theirs.pop(name), handle.value(), name)
+    assert not theirs
+
+
 @pytest.mark.parametrize(
     ("words", "stored", "has_codes"),
     [

@@ -175,9 +175,29 @@ def test_stored_codes_are_taken_over_as_they_are(gradients):
     other.load(stored)
     assert_same_bits(other.transposed, expected)
     assert other.digest() == handle.digest() and other.published is None
-    handle.set_trainable(True)  # from here on, codes are those of the published value
-    assert_consistent(handle, value, "trained")
-    assert handle.digest() != other.digest()
+
+
+def test_stored_codes_stay_until_the_first_publication():
+    """So a model starts its training with the bits that it has as a frozen one (a reference model, an audit)."""
+    stored = stored_codes()
+    stored = BlockCodes(torch.where((stored.codes & 0x7F) > 0x77, 0x77, stored.codes), stored.scales * 1.5)
+    value = quant.dequantise(stored.codes, stored.scales)
+    frozen, trained, late = quantised(stored), quantised(stored, trainable=True), quantised(stored_codes(seed=4))
+    late.set_trainable(True)
+    late.load(stored)
+    for handle in (trained, late):
+        assert_same_bits(handle.master, value.float())
+        assert_same_bits(handle.value(), value)
+        assert handle.digest() == frozen.digest()
+        assert_same_bits(handle.stored().codes, stored.codes)
+        handle.set_trainable(False)
+        assert handle.digest() == frozen.digest() and isinstance(handle.stored(), BlockCodes)
+        handle.set_trainable(True)
+        handle.publish()
+        assert_consistent(handle, value, "published")
+        assert handle.digest() != frozen.digest() and not isinstance(handle.stored(), BlockCodes)
+        handle.load(stored)
+        assert handle.digest() == frozen.digest()
 
 
 def test_stored_codes_whose_scales_do_not_fit_are_quantised_anew():

@@ -168,7 +168,7 @@ class Decoder:
         if other.spec != self.spec:
             raise ContractError("weights can only be copied between decoders of one model")
         for name, handle in self.weights.items():
-            handle.load(other.weights[name].value())
+            handle.load(other.weights[name].stored())
         self.version, self.kv_scales = other.version, None
         self.loads += 1
 

@@ -9,8 +9,8 @@ A trainable handle owns an FP32 master of the logical, unsharded tensor. What an
 value, the master rounded to the storage dtype; `publish()` is the only way from one to the other.
 
 A quantised matrix (`spec.fp8`) computes with E4M3 codes and block scales of its published BF16 value; panels hold the
-codes. A checkpoint may bring the codes themselves; they are taken over while the weight is not trained. Training starts
-from their values, and from then on codes are those of the published value, like every other weight's.
+codes. A checkpoint may bring the codes themselves: they are what is computed with until the first `publish()`, on both
+sides (a master then holds their value); from then on codes are those of the published value, like every other weight's.
 """
 
 import torch
@@ -37,6 +37,7 @@ class WeightHandle:
         rows: row-major published value of a vector or an embedding, else None.
         published: row-major published value of a quantised matrix that is not trainable; None where there is a master,
             and where a checkpoint brought codes.
+        brought: True while a quantised matrix has the codes that a checkpoint brought.
         master: FP32 [shape] when trainable.
         grad: FP32 accumulator of the open gradient bin ([head_leaves, D] for query/key norm weights), else None.
         head_grad: the head part of a tied embedding's gradient, FP32 [V, H].
@@ -55,6 +56,7 @@ class WeightHandle:
         self.anchor = torch.zeros(())
         self.scales: torch.Tensor | None = None
         self.published: torch.Tensor | None = None
+        self.brought = False
         if spec.fp8 is not None:
             assert storage == torch.bfloat16, f"{spec.name}: FP8 codes are those of BF16 values"
             width, reduce = spec.shape
@@ -84,7 +86,7 @@ class WeightHandle:
 
         Args:
             tensor: a floating-point tensor, or the codes and scales of a block-FP8 checkpoint: taken over as they are
-                where this weight is quantised, not trainable, and has scales of that format; else by their BF16 values.
+                where this weight is quantised and has scales of that format; else by their BF16 values.
 
         Raises:
             CheckpointError: other shape, a dtype that is not a floating one, or codes or scales that are no numbers.
@@ -94,8 +96,7 @@ class WeightHandle:
             raise CheckpointError(f"{self.spec.name}: shape {tuple(tensor.shape)}, the config says {self.spec.shape}")
         if isinstance(tensor, BlockCodes):
             quant.check_block_codes(tensor, self.spec.name)
-            fp8 = self.spec.fp8
-            if fp8 is not None and self.master is None and quant.has_format(tensor.scales, fp8.scale_format):
+            if self.spec.fp8 is not None and quant.has_format(tensor.scales, self.spec.fp8.scale_format):
                 self._write_codes(tensor)
                 self.loaded = True
                 return
@@ -140,8 +141,7 @@ class WeightHandle:
     def stored(self) -> torch.Tensor | BlockCodes:
         """What a checkpoint keeps so that, loaded under this contract, it gives the same digest: the published value,
         or the codes that a checkpoint brought."""
-        brought = self.spec.fp8 is not None and self.master is None and self.published is None
-        return self.codes() if brought else self.value()
+        return self.codes() if self.brought else self.value()
 
     def publish(self) -> None:
         """Round the master to the storage dtype, in place, in every form that this weight has.
@@ -160,18 +160,12 @@ class WeightHandle:
         return digest(stored.codes, stored.scales)
 
     def set_trainable(self, trainable: bool) -> None:
-        """Create or drop the master (whose value is the published one).
-
-        Codes that a checkpoint brought become those of their published value.
-        """
+        """Create or drop the master (whose value is the published one). Nothing that is computed with changes."""
         if trainable and self.master is None:
-            brought = self.spec.fp8 is not None and self.published is None
             self.master = self.value().to(torch.float32, copy=True)
             self.published = None
-            if brought:
-                self.publish()
         if not trainable:
-            if self.spec.fp8 is not None and self.master is not None:
+            if self.spec.fp8 is not None and self.master is not None and not self.brought:
                 self.published = self.value()
             self.master = self.grad = self.head_grad = None
         self.anchor = torch.zeros((), requires_grad=trainable)
@@ -212,6 +206,7 @@ class WeightHandle:
         transposed = self.transposed if fp8.gradients else None
         cpu_quant.quantise_weight(source, fp8.scale_format, self.panels, transposed, self.scales)
         quant.require_finite(self.scales, self.spec.name)
+        self.brought = False
         if self.transposed is not None and not fp8.gradients:
             gemm.pack(source, None, self.transposed)
 
@@ -221,6 +216,9 @@ class WeightHandle:
         transposed = self.transposed if self.spec.fp8.gradients else None
         cpu_quant.load_codes(stored.codes.contiguous(), self.panels, transposed)
         self.scales.copy_(stored.scales)
-        self.published = None
+        self.published, self.brought = None, True
+        value = quant.dequantise(stored.codes, stored.scales)
+        if self.master is not None:
+            self.master.copy_(value)
         if self.transposed is not None and not self.spec.fp8.gradients:
-            gemm.pack(self.value(), None, self.transposed)
+            gemm.pack(value, None, self.transposed)

@@ -286,11 +286,14 @@ class Run:
         self.engine.update_weights(self.sampled)
 
     def _calibrate(self) -> None:
-        """KV scales for weights that have none: those of version 0, from the prompts of the first step."""
-        decoders = [self.decoder, self.sampled] + ([] if self.reference is None else [self.reference.decoder])
-        for decoder in decoders:
+        """KV scales for weights that have none: those of version 0, from the prompts of the first step; one-sided, those
+        of the rollout's copy, from the prompts of the step to come."""
+        steps = {self.sampled: self.step + 1, self.decoder: 1}
+        if self.reference is not None:
+            steps[self.reference.decoder] = 1
+        for decoder, step in steps.items():
             if decoder.needs_calibration:
-                decoder.calibrate([prompt.ids.tolist() for prompt in self._prompts_of(1)])
+                decoder.calibrate([prompt.ids.tolist() for prompt in self._prompts_of(step)])
 
     # ---- evaluation
 

@@ -286,8 +286,8 @@ class Run:
         self.engine.update_weights(self.sampled)
 
     def _calibrate(self) -> None:
-        """KV scales for weights that have none: those of version 0, from the prompts of the first step; one-sided, those
-        of the rollout's copy, from the prompts of the step to come."""
+        """KV scales for weights that have none: those of version 0, from the prompts of the first step; one-sided,
+        those of the rollout's copy, from the prompts of the step to come."""
         steps = {self.sampled: self.step + 1, self.decoder: 1}
         if self.reference is not None:
             steps[self.reference.decoder] = 1

@@ -59,7 +59,7 @@ template <typename T> struct Worker {
     Item next;
     float* blocks;     // [level][rows][PANEL]
     int64_t level_size;
-    bf16* unpacked;    // an FP8 panel's scale block, where a segment has one
+    bf16* unpacked;    // scale blocks of an FP8 panel, where a segment has one
 
     float* level(int64_t i) { return blocks + i * level_size; }
     // Element k, the first of a step, of an item's panel.
@@ -109,23 +109,24 @@ template <typename T> struct Worker {
         }
     }
     void scaled_slice(const ProductSegment& s, int64_t segment, int64_t from, int64_t to, float* c, bool start) {
-        const int64_t across = ceil_div(s.reduce, QUANT_BLOCK);
-        for (int64_t k = from; k < to; k += QUANT_BLOCK) {
-            const int64_t column = k / QUANT_BLOCK, scale_row = item.panel * PANEL / QUANT_BLOCK;
-            BlockProduct block;
-            block.x = static_cast<const bf16*>(s.x) + item.row * s.reduce + k;
-            block.lda = s.reduce;
-            block.rows = item.rows;
-            block.reduce = min_of(QUANT_BLOCK, to - k);
-            block.codes = reinterpret_cast<const uint8_t*>(panel(item, segment, k));
-            block.x_scales = s.x_scales + item.row * across + column;
-            block.scale_stride = across;
-            block.panel_scale = s.panel_scales[scale_row * s.scale_row_stride + column * s.scale_col_stride];
-            block.c = c;
-            block.start = start && k == from;
-            block.far = far_ahead(segment, k);
-            block.unpacked = unpacked;
-            block.run();
+        const int64_t across = ceil_div(s.reduce, QUANT_BLOCK), scale_row = item.panel * PANEL / QUANT_BLOCK;
+        for (int64_t k = from; k < to; k += SPAN_BLOCKS * QUANT_BLOCK) {
+            const int64_t column = k / QUANT_BLOCK;
+            SpanProduct span;
+            span.x = static_cast<const bf16*>(s.x) + item.row * s.reduce + k;
+            span.lda = s.reduce;
+            span.rows = item.rows;
+            span.reduce = min_of(SPAN_BLOCKS * QUANT_BLOCK, to - k);
+            span.codes = reinterpret_cast<const uint8_t*>(panel(item, segment, k));
+            span.x_scales = s.x_scales + item.row * across + column;
+            span.x_scale_stride = across;
+            span.panel_scales = s.panel_scales + scale_row * s.scale_row_stride + column * s.scale_col_stride;
+            span.panel_scale_stride = s.scale_col_stride;
+            span.c = c;
+            span.start = start && k == from;
+            span.far = far_ahead(segment, k);
+            span.unpacked = unpacked;
+            span.run();
         }
     }
     void zero_block(float* c) { memset(c, 0, item.rows * PANEL * sizeof(float)); }
@@ -187,7 +188,7 @@ template <typename T> void product(const ProductArgs& args, Team& team) {
     }
     const int64_t level_size = plan.block_rows * PANEL;
     const int64_t level_bytes = levels * level_size * int64_t(sizeof(float));
-    char* scratch = static_cast<char*>(team.scratch_bytes(level_bytes + UNPACKED * int64_t(sizeof(bf16))));
+    char* scratch = static_cast<char*>(team.scratch_bytes(level_bytes + SPAN_BLOCKS * UNPACKED * int64_t(sizeof(bf16))));
     float* blocks = reinterpret_cast<float*>(scratch);
     bf16* unpacked = reinterpret_cast<bf16*>(scratch + level_bytes);
     int64_t index = team.next(0);

@@ -13,17 +13,20 @@
 namespace zg {
 
 constexpr int64_t UNPACKED = QUANT_BLOCK * PANEL;  // elements of a panel's scale block
+constexpr int64_t SPAN_BLOCKS = 8;                 // that are unpacked together: 128 KB, which the second-level cache holds
 
 // Scales of one block: of rows `stride` apart and one panel (product), or of rows and single columns (weight gradient).
 struct PanelScales {
     const float* rows;
     int64_t stride;
     float panel;
-    F16 at(int m, int) const { return set1(rows[m * stride] * panel); }
+    F16 row(int m) const { return set1(rows[m * stride] * panel); }
+    F16 of(F16 row, int) const { return row; }
 };
 struct ColumnScales {
     const float *rows, *columns;
-    F16 at(int m, int v) const { return set1(rows[m]) * load(columns + v * LANES); }
+    F16 row(int m) const { return set1(rows[m]); }
+    F16 of(F16 row, int v) const { return row * load(columns + v * LANES); }
 };
 
 // A block of a panel whose values stand as BF16 pairs, as in a BF16 panel.
@@ -48,8 +51,11 @@ template <bool KEEP> struct Codes {
     template <int MR, int NV> void step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], int64_t s, int) const {
         static_assert(NV == PANEL / LANES, "one pass over all vectors");
         P16 y[NV];
+        const Decoder* table = &decoder;
+        // From memory again in each step: or the compiler keeps it in registers and spills an accumulator for it.
+        if (MR * NV >= 20) asm volatile("" : "+r"(table));
         for (int v = 0; v < NV; v += 2)
-            decoder.pair(_mm512_loadu_si512(codes + s * FP8_STEP + v * 32), y[v], y[v + 1]);
+            table->pair(_mm512_loadu_si512(codes + s * FP8_STEP + v * 32), y[v], y[v + 1]);
         if (KEEP)
             for (int v = 0; v < NV; v++) _mm512_storeu_si512(unpacked + (s * PANEL + v * LANES) * 2, y[v]);
 #pragma GCC unroll 8
@@ -81,8 +87,10 @@ static void scaled_tile(const bf16* a, int64_t lda, const Right& right, float* c
     constexpr int NV = tile_vectors(MR);
     const int64_t whole = reduce / 2;
     for (int first = 0; first < PANEL / LANES; first += NV) {
-        F16 acc[MR][NV];
+        F16 acc[MR][NV];  // in registers throughout, so loops over it are unrolled
+#pragma GCC unroll 8
         for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
             for (int v = 0; v < NV; v++) acc[m][v] = zero();
         for (int64_t s = 0; s < whole; s++) {
             if (LINES && first == 0) prefetch_lines<LINES>(ahead, s);
@@ -90,7 +98,7 @@ static void scaled_tile(const bf16* a, int64_t lda, const Right& right, float* c
             for (int m = 0; m < MR; m++) x[m] = left<bf16, PACKED>(a, lda, s, m);
             right.step(acc, x, s, first);
         }
-        if (!PACKED && whole * 2 < reduce) {
+        if (!PACKED && __builtin_expect(whole * 2 < reduce, 0)) {
             bf16 last[MR][2];
             const bf16* x[MR];
             for (int m = 0; m < MR; m++) {
@@ -100,11 +108,14 @@ static void scaled_tile(const bf16* a, int64_t lda, const Right& right, float* c
             }
             right.step(acc, x, whole, first);
         }
-        for (int m = 0; m < MR; m++)
-            for (int v = 0; v < NV; v++) {
-                float* at = c + m * ldc + (first + v) * LANES;
-                store(at, fma(acc[m][v], scales.at(m, first + v), start ? zero() : load(at)));
-            }
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+            const F16 row = scales.row(m);
+            float* at = c + m * ldc + first * LANES;
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++, at += LANES)
+                store(at, fma(acc[m][v], scales.of(row, first + v), start ? zero() : load(at)));
+        }
     }
 }
 
@@ -126,42 +137,52 @@ static inline void any_scaled_tile(int64_t rows, const bf16* a, int64_t lda, con
     __builtin_trap();
 }
 
-// One scale block of a panel against all rows of an item, whose tiles share what the first one unpacked.
-struct BlockProduct {
-    const bf16* x;        // [rows, lda], the block's first element
+// Some scale blocks of a panel against all rows of an item: tile of rows by tile of rows, each through all the blocks.
+// The first tile leaves the blocks unpacked for the others.
+struct SpanProduct {
+    const bf16* x;  // [rows, lda], the first block's first element
     int64_t lda, rows, reduce;
     const uint8_t* codes;
-    const float* x_scales;  // [rows, scale_stride], the block's column
-    int64_t scale_stride;
-    float panel_scale;
+    const float* x_scales;  // [rows, x_scale_stride], the first block's column
+    int64_t x_scale_stride;
+    const float* panel_scales;  // of block i: panel_scales[i * panel_scale_stride]
+    int64_t panel_scale_stride;
     float* c;  // [rows, PANEL]
     bool start;
-    const char* far;  // the block's codes in the panel after this one, to prefetch, or null
-    bf16* unpacked;   // scratch, UNPACKED elements
+    const char* far;  // the same codes in the panel after this one, to prefetch, or null
+    bf16* unpacked;   // scratch, [SPAN_BLOCKS][UNPACKED]
 
-    template <typename Right> void tile(int64_t row, int64_t count, const Right& right, int64_t t, int64_t tiles) const {
+    // Elements [k, k + count) of rows [row, row + height).
+    template <typename Right>
+    void block(int64_t row, int64_t height, int64_t k, int64_t count, const Right& right, int64_t t, int64_t tiles) const {
         // A step of codes has two lines; all tiles together prefetch those of the next panel, as evenly as may be.
-        const int64_t done = 2 * t / tiles, lines = far ? 2 * (t + 1) / tiles - done : 0;
-        const char* p = far + done * ceil_div(reduce, 2) * 64;
-        const PanelScales scales{x_scales + row * scale_stride, scale_stride, panel_scale};
-        const bf16* a = x + row * lda;
+        const int64_t done = 2 * t / tiles, lines = far ? 2 * (t + 1) / tiles - done : 0, b = k / QUANT_BLOCK;
+        const char* p = far + k * PANEL + done * ceil_div(count, 2) * 64;
+        const PanelScales scales{x_scales + row * x_scale_stride + b, x_scale_stride, panel_scales[b * panel_scale_stride]};
+        const bf16* a = x + row * lda + k;
+        const bool fresh = start && k == 0;
         float* out = c + row * PANEL;
-        if (lines == 0) any_scaled_tile<false, 0>(count, a, lda, right, out, PANEL, reduce, start, scales, nullptr);
-        else if (lines == 1) any_scaled_tile<false, 1>(count, a, lda, right, out, PANEL, reduce, start, scales, p);
-        else any_scaled_tile<false, 2>(count, a, lda, right, out, PANEL, reduce, start, scales, p);
+        if (lines == 0) any_scaled_tile<false, 0>(height, a, lda, right, out, PANEL, count, fresh, scales, nullptr);
+        else if (lines == 1) any_scaled_tile<false, 1>(height, a, lda, right, out, PANEL, count, fresh, scales, p);
+        else any_scaled_tile<false, 2>(height, a, lda, right, out, PANEL, count, fresh, scales, p);
     }
     void run() const {
         const int64_t tiles = ceil_div(rows, int64_t(Storage<bf16>::TILE_ROWS));
-#if !defined(__AVX512BF16__)
-        unpack_codes(codes, ceil_div(reduce, 2), unpacked);
-#endif
-        for (int64_t t = 0, row = 0, count; t < tiles; t++, row += count) {
-            count = ceil_div(rows - row, tiles - t);
+        for (int64_t t = 0, row = 0, height; t < tiles; t++, row += height) {
+            height = ceil_div(rows - row, tiles - t);
+            for (int64_t k = 0; k < reduce; k += QUANT_BLOCK) {
+                const int64_t count = min_of(QUANT_BLOCK, reduce - k);
+                bf16* lines = unpacked + k * PANEL;
 #if defined(__AVX512BF16__)
-            if (tiles == 1) { tile(row, count, Codes<false>{codes, nullptr, decoder()}, t, tiles); continue; }
-            if (t == 0) { tile(row, count, Codes<true>{codes, unpacked, decoder()}, t, tiles); continue; }
+                const uint8_t* bytes = codes + k * PANEL;
+                if (tiles == 1) block(row, height, k, count, Codes<false>{bytes, nullptr, decoder()}, t, tiles);
+                else if (t == 0) block(row, height, k, count, Codes<true>{bytes, lines, decoder()}, t, tiles);
+                else block(row, height, k, count, Unpacked{lines}, t, tiles);
+#else
+                if (t == 0) unpack_codes(codes + k * PANEL, ceil_div(count, 2), lines);
+                block(row, height, k, count, Unpacked{lines}, t, tiles);
 #endif
-            tile(row, count, Unpacked{unpacked}, t, tiles);
+            }
         }
     }
 };

@@ -5,20 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from tests.models_on_disk import tiny_spec
 from zerogap.config import RunConfig, load_config
 from zerogap.rl.loop import Run
 from zerogap.rl.observer import Observer
+from zerogap.text.byte_level import END, write_byte_tokenizer
 from zerogap.weights.random_model import write_random_model
 
 VOCAB = 264  # 256 bytes, 4 control tokens, 4 ids that no tokenizer token has
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 REWARD = """
 def even_ids(completion_ids, **columns):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
@@ -31,17 +25,9 @@ def sometimes(completion_ids, **columns):
 
 def write_model(folder: Path, family: str = "llama") -> Path:
     """A Hugging Face folder with random weights, tokenizer and chat template."""
-    spec = tiny_spec(family, tied=family == "llama", vocab_size=VOCAB, eos_token_ids=(256,), bos_token_id=None)
+    spec = tiny_spec(family, tied=family == "llama", vocab_size=VOCAB, eos_token_ids=(END,), bos_token_id=None)
     write_random_model(folder, spec, seed=1, peak=2.0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(tokens[256:])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    write_byte_tokenizer(folder)
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import FAMILIES, tiny_spec
 from zerogap.errors import CheckpointError, ConfigError, ContractError
-from zerogap.models.inventory import inventory, kv_bytes, quantised_names, require_same_list
+from zerogap.models.inventory import inventory, kv_bytes, require_same_list
 from zerogap.models.spec import ModelSpec
 from zerogap.numerics import preset
 
@@ -124,7 +124,7 @@ def test_an_8b_model_by_hand():
 
 
 def test_another_list_is_refused_by_its_first_tensor():
-    ours = quantised_names(tiny_spec().weight_specs(preset("fp8")).values())
+    ours = [form.name for form in inventory(tiny_spec(), preset("fp8")) if form.quantised]
     require_same_list(ours, list(ours), "here")
     require_same_list(ours, list(reversed(ours)), "here")
     with pytest.raises(

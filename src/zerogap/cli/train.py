@@ -12,7 +12,9 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from zerogap.config import RunConfig
     from zerogap.rl.loop import Run
+    from zerogap.rl.smoke import SmokeResult
 
 STOPPED = 130  # exit code after Ctrl-C, as shells have it
 
@@ -27,6 +29,13 @@ def train(
             "never: begin anew; what lies in output_dir is replaced."
         ),
     ] = "auto",
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke",
+            help="Try the recipe in seconds: 2 random layers, 2 steps, a temporary folder; without its model and data.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model with reinforcement learning, comparing rollout and trainer bit by bit in every step.
 
@@ -36,6 +45,9 @@ def train(
 
     config = load_config(recipe, overrides or [])
     console = Console()
+    if smoke:
+        try_recipe(config, resume, console)
+        return
     from zerogap.cli.display import RunDisplay
     from zerogap.rl.loop import Run
 
@@ -44,6 +56,46 @@ def train(
     train_or_stop(run, console)
     console.print(f"model   {run.folder.model}", highlight=False, soft_wrap=True)
     print_summary(run, console)
+
+
+def try_recipe(config: RunConfig, resume: str, console: Console) -> None:
+    """The smoke run of a recipe; exit code 1 where an exact recipe shows a difference."""
+    from zerogap.cli.display import RunDisplay
+    from zerogap.errors import ConfigError
+    from zerogap.rl.smoke import run_smoke
+
+    if resume != "auto":
+        raise ConfigError("--resume", resume, "leave it out: a smoke run begins anew in a temporary folder")
+    result = run_smoke(config, RunDisplay(console))
+    print_smoke(console, result)
+    if not (result.exact or result.one_sided):
+        raise typer.Exit(1)
+
+
+def print_smoke(console: Console, result: SmokeResult) -> None:
+    """What was run instead of the recipe, and whether it was exact."""
+    small = result.config
+    console.print()
+    for note in result.notes:
+        console.print(f"note    {note}", markup=False, highlight=False, soft_wrap=True)
+    sides = small.contract().name + (f", rollout {small.rollout_contract().name}" if result.one_sided else "")
+    correction = small.algorithm.correction
+    parts = [
+        f"{small.optimizer.max_steps} steps of AdamW, {result.completions} completions",
+        f"numerics {sides}",
+        f"loss {small.algorithm.loss_type}",
+        *([f"correction {correction.kind}"] if result.one_sided else []),
+        f"{result.seconds:.1f} s",
+    ]
+    console.print(f"smoke   {'; '.join(parts)}", markup=False, highlight=False, soft_wrap=True)
+    counts = f"{result.mismatched:,} of {result.compared:,} log-probs differ between rollout and trainer"
+    if result.one_sided:
+        verdict = "[yellow]one-sided, not exact[/], as the recipe asks"
+    elif result.exact:
+        verdict = "[bold green]exact[/]"
+    else:
+        verdict = "[bold red]not exact[/]"
+    console.print(f"{verdict}: {counts}", highlight=False, soft_wrap=True)
 
 
 def train_or_stop(run: Run, console: Console) -> None:

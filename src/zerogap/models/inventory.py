@@ -61,11 +61,6 @@ def inventory(spec: ModelSpec, numerics: Numerics) -> list[TensorForm]:
     return [_form(spec, numerics, weight) for weight in spec.weight_specs(numerics).values()]
 
 
-def quantised_names(weights: Iterable[WeightSpec]) -> list[str]:
-    """Names of the tensors that stand in FP8, in the order given (checkpoint-name order everywhere)."""
-    return [weight.name for weight in weights if weight.fp8 is not None]
-
-
 def require_same_list(ours: Iterable[str], stored: object, where: str) -> None:
     """Raise unless `stored`, a list from a file, names exactly the tensors that are quantised here.
 

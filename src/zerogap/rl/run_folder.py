@@ -147,6 +147,7 @@ def weight_facts(decoder: Decoder) -> dict[str, Any]:
         "version": decoder.version,
         "numerics": decoder.numerics.fields(),
         "identity": str(decoder.identity),
+        "quantised": list(decoder.quantised()),
         "digests": decoder.digests(),
         "kv_scales": None if decoder.kv_scales is None else decoder.kv_scales.to_list(),
     }

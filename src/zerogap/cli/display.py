@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from zerogap.rl.metrics import ONE_SIDED
 from zerogap.rl.observer import Observer
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
 def parity_text(mismatched: int, compared: int, one_sided: bool) -> str:
     """How many log-probs differ between rollout and trainer; a one-sided run is never called exact."""
     if one_sided:
-        return f"[yellow]one-sided, not exact[/]: {mismatched:,} of {compared:,} log-probs differ"
+        return f"[yellow]one-sided, not exact[/]: differing {mismatched:,} of {compared:,}"
     return f"mismatched [{'red' if mismatched else 'green'}]{mismatched:,}[/] of {compared:,}"
 
 
@@ -52,6 +53,7 @@ class RunDisplay(Observer):
         self._task: TaskID | None = None
         self._max_steps = self._step = self._compared = self._mismatched = 0
         self._accuracy: float | None = None
+        self._one_sided = False
         self._times: list[float] = []
         self._phase = ""
 
@@ -85,7 +87,8 @@ class RunDisplay(Observer):
             return
         parts = [f"{self._phase}{detail}"]
         if self._compared:
-            parts.append(f"mismatched {self._mismatched:,} of {self._compared:,} tokens")
+            counted = "one-sided, not exact: differing" if self._one_sided else "mismatched"
+            parts.append(f"{counted} {self._mismatched:,} of {self._compared:,} tokens")
         if self._times:
             parts.append(f"{as_time(self._left())} left")
         self._live.update(self._task, description="  ".join(parts))
@@ -99,7 +102,8 @@ class RunDisplay(Observer):
         compared, mismatched = record["bit_wise/compared_tokens"], record["bit_wise/mismatched_tokens"]
         self._compared += compared
         self._mismatched += mismatched
-        parity = parity_text(mismatched, compared, bool(record.get("one_sided")))
+        self._one_sided = bool(record.get(ONE_SIDED))
+        parity = parity_text(mismatched, compared, self._one_sided)
         width = len(str(self._max_steps))
         accuracy = "" if self._accuracy is None else f"  held-out {self._accuracy:.3f}"
         self.console.print(
@@ -114,9 +118,10 @@ class RunDisplay(Observer):
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         self._accuracy = record["eval/accuracy"]
+        by = " by the one-sided rollout" if record.get(ONE_SIDED) else ""
         self.console.print(
             f"held-out accuracy [bold]{self._accuracy:.3f}[/] after step {record['step']} "
-            f"({record['eval/num_prompts']:.0f} prompts, {record['eval/time']:.1f} s)",
+            f"({record['eval/num_prompts']:.0f} prompts{by}, {record['eval/time']:.1f} s)",
             highlight=False,
         )
 

@@ -1,11 +1,12 @@
 """A run in words: the facts that people should see before it starts, and in its report."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zerogap import env
 from zerogap.config import RunConfig
 from zerogap.models.decoder import Decoder
+from zerogap.models.inventory import inventory
 from zerogap.train.trainer import Trainer
 from zerogap.weights import ModelFiles, sampling_defaults_notice
 
@@ -31,7 +32,7 @@ def run_facts(
         ("numerics", f"{numerics.name}, contract {numerics.fingerprint()}"),
         ("contract", contract),
         ("identity", _identity(trainer)),
-        ("quantised", _quantised(decoder)),
+        ("quantised", _quantised(config, decoder)),
         ("trainable", f"{len(trainer.trainable)} of {len(decoder.weights)} tensors, {trained:,} parameters"),
         ("data", "; ".join(data_summary)),
         (
@@ -56,9 +57,17 @@ def _identity(trainer: Trainer) -> str:
     return f"{ours}, the same for rollout and trainer; {env.num_threads()} threads"
 
 
-def _quantised(decoder: Decoder) -> str:
-    """What stands in FP8 in rollout and trainer alike; `zerogap inspect` lists every tensor."""
-    chosen = decoder.quantised()
+def _quantised(config: RunConfig, decoder: Decoder) -> str:
+    """What stands in FP8, one-sided for either side; `zerogap inspect` lists every tensor."""
+    ours = _counted(decoder.quantised(), decoder)
+    if not config.one_sided:
+        return ours
+    forms = inventory(decoder.spec, config.rollout_contract())
+    theirs = _counted({form.name: form.shape for form in forms if form.quantised}, decoder)
+    return f"rollout: {theirs}; training: {ours}"
+
+
+def _counted(chosen: Mapping[str, tuple[int, ...]], decoder: Decoder) -> str:
     if not chosen:
         return "nothing"
     size = sum(math.prod(shape) for shape in chosen.values())

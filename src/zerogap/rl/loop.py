@@ -33,7 +33,7 @@ from zerogap.rl.report import read_lines, write_report
 from zerogap.rl.resume import require_same_run, starting_point
 from zerogap.rl.reward import RewardScores
 from zerogap.rl.rollout_log import LoggedRollout, write_rollout
-from zerogap.rl.run_folder import RunFolder, weight_facts
+from zerogap.rl.run_folder import RunFolder, side_facts, weight_facts
 from zerogap.rl.setup import Prompt
 from zerogap.rl.tensorboard import EventWriter
 from zerogap.rollout.engine import Progress
@@ -326,7 +326,7 @@ class Run:
         record: dict[str, Any] = {"step": step, **summarise(by_prompt, config.eval.pass_k)}
         lengths = completion_metrics(samples)
         record |= {f"eval/{name}": value for name, value in flatten(lengths).items()}
-        record["eval/time"] = time.perf_counter() - began
+        record |= {"eval/time": time.perf_counter() - began, ONE_SIDED: float(self.trainer.one_sided)}
         self.folder.append("eval", record)
         if self._events is not None:
             self._events.add(step, record)
@@ -341,7 +341,7 @@ class Run:
     def _save_weights(self) -> None:
         with self._phase(self.step + 1, "save"):
             source = self._fixed_source if self.decoder.version == 0 else None
-            self.folder.save_version(self.decoder, self.files, source)
+            self.folder.save_version(self.decoder, self.files, source, self.sampled.numerics)
 
     def _log_rollout(self, step: int, samples: Sequence[Sample], scores: RewardScores, advantages: Advantages) -> None:
         with self._phase(step, "save"):
@@ -390,13 +390,14 @@ class Run:
     def _save_checkpoint(self) -> None:
         self.observer.phase(self.step, "checkpoint")
         extra = {"config": self.config.model_dump(mode="json"), "num_tokens": self.num_tokens}
+        extra |= side_facts(self.decoder.numerics, self.sampled.numerics)
         keep = self.config.checkpoint.keep
         save_checkpoint(self.folder.checkpoints, self.step, self.trainer, extra, keep)
 
     def _save_model(self) -> None:
         self.observer.phase(self.step, "save")
         tensors = ((name, handle.stored()) for name, handle in self.decoder.weights.items())
-        facts = {**weight_facts(self.decoder), "step": self.step}
+        facts = {**weight_facts(self.decoder, self.sampled.numerics), "step": self.step}
         save_folder(self.folder.model, self.decoder.spec, tensors, files=self.files, numerics_meta=facts)
 
     def _write_report(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from zerogap.config import RunConfig, load_config
 from zerogap.errors import CheckpointError, ConfigError
 from zerogap.models.decoder import Decoder
+from zerogap.numerics import Numerics
 from zerogap.rl.report import read_lines
 from zerogap.rl.rollout_log import logged_steps, rollout_path, write_json
 from zerogap.train.checkpoint import list_checkpoints
@@ -117,15 +118,16 @@ class RunFolder:
 
     # ---- weights of audited steps
 
-    def save_version(self, decoder: Decoder, files: ModelFiles, source: str | None) -> Path:
+    def save_version(self, decoder: Decoder, files: ModelFiles, source: str | None, rollout: Numerics) -> Path:
         """Save the decoder's published weights as `weights/version-N`, with the digest of every tensor.
 
         Args:
+            rollout: the contract that samples are drawn under.
             source: name of a model that cannot change (hub id, quick start) and has exactly these weights: then only
                 digests are stored. None: the weights are.
         """
         target = self.weights / f"{VERSION}{decoder.version}"
-        facts = {**weight_facts(decoder), "source": source}
+        facts = {**weight_facts(decoder, rollout), "source": source}
         if source is None:
             tensors = ((name, handle.stored()) for name, handle in decoder.weights.items())
             save_folder(target, decoder.spec, tensors, files=files, numerics_meta=facts)
@@ -140,11 +142,18 @@ class RunFolder:
         return {int(name): found[name] for name in sorted(found, key=lambda n: (len(n), n)) if name.isdigit()}
 
 
-def weight_facts(decoder: Decoder) -> dict[str, Any]:
-    """What goes with saved weights: contract, identity, version, digests by tensor name, KV scale set."""
+def side_facts(trained: Numerics, rollout: Numerics) -> dict[str, Any]:
+    """Whether both sides of a run compute the same bits, and the rollout's contract."""
+    return {"one_sided": trained.fingerprint() != rollout.fingerprint(), "rollout_numerics": rollout.fields()}
+
+
+def weight_facts(decoder: Decoder, rollout: Numerics) -> dict[str, Any]:
+    """What goes with saved weights: contracts of both sides, identity, version, the list of quantised tensors, digests
+    by tensor name, KV scale set."""
     return {
         "format": 1,
         "version": decoder.version,
+        **side_facts(decoder.numerics, rollout),
         "numerics": decoder.numerics.fields(),
         "identity": str(decoder.identity),
         "quantised": list(decoder.quantised()),

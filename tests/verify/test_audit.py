@@ -143,6 +143,16 @@ def test_nothing_compared_is_not_exact(copy):
     assert [step for step, _ in result.not_covered] == [1, 2, 3, 4]
 
 
+def test_another_list_of_quantised_tensors_is_refused(copy):
+    """A rule that picks tensors by name picked others when the weights were saved."""
+    path = copy / "weights" / "version-1" / "zerogap.json"
+    facts = json.loads(path.read_text())
+    assert facts["quantised"] == []
+    path.write_text(json.dumps(facts | {"quantised": ["model.layers.1.mlp.up_proj.weight"]}))
+    with pytest.raises(ContractError, match=r"version-1.*model\.layers\.1\.mlp\.up_proj\.weight is quantised there"):
+        audit_run(copy)
+
+
 def test_a_source_that_is_gone_is_said(copy):
     facts = copy / "weights" / "version-0" / "zerogap.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"source": str(copy / "gone")}))

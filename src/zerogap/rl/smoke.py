@@ -165,7 +165,7 @@ def small_spec(own: ModelSpec | None) -> ModelSpec:
     }
     if own is not None:
         return dataclasses.replace(own, **sizes)
-    features = dict.fromkeys(("tied", "qkv_bias", "o_bias", "qk_norm"), False)
+    features: dict[str, Any] = dict.fromkeys(("tied", "qkv_bias", "o_bias", "qk_norm"), False)
     return ModelSpec(family="llama", head_dim=64, norm_eps=1e-5, rope=RopeSpec(10000.0), **features, **sizes)
 
 

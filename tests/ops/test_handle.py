@@ -145,6 +145,13 @@ def test_codes_come_from_the_published_value_and_never_from_the_master():
     assert len({h.digest() for h in (trainable, frozen, from_published)}) == 1
 
 
+def test_the_digest_covers_scales():
+    """Twice the weights: the same codes, twice the scales."""
+    once, twice = quantised(unit_values(SHAPE)), quantised(2 * unit_values(SHAPE))
+    assert_same_bits(once.codes().codes, twice.codes().codes)
+    assert once.digest() != twice.digest()
+
+
 def test_values_below_the_normal_range_are_published_as_signed_zeros():
     tensor = torch.zeros(SHAPE)
     tensor[0, :4] = torch.tensor([2.0**-127, -(2.0**-127), 2.0**-126, -(2.0**-126)])

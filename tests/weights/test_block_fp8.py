@@ -73,6 +73,8 @@ def test_an_exported_model_loads_with_equal_digests(tmp_path, family, tied, scal
             for form in ("panels", "scales", "rows"):
                 if getattr(ours, form) is not None:
                     assert_same_bits(getattr(ours, form), getattr(theirs, form), f"{ours.spec.name}: {form}")
+    listed = files.config["quantization_config"]["modules_to_not_convert"]
+    assert "lm_head" in listed, "a linear layer to a loader, tied or not"
     second = export(tmp_path / "second", again)  # from codes, without a published value
     assert decoder(spec, numerics, open_model(second).tensors()).digests() == first.digests()
 

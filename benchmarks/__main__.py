@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: run every benchmark of this folder, one after the other."""
+"""`python -m benchmarks`: run every benchmark of this folder, one after the other.
+
+`benchmarks.fp8_accuracy` is not among them: it trains many models, which takes an hour, and is started by itself.
+"""
 
 import subprocess
 import sys

@@ -44,15 +44,20 @@ def cpu_name() -> str:
     return f"{names[0] if names else platform.processor()} x{len(names) or 1}"
 
 
+def commit() -> str:
+    """Short name of the commit that is checked out."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "unknown"
+
+
 def write(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
     """Write `results/NAME-DATE.json`: rows, facts, commit, versions, hardware."""
     from zerogap.ops.cpu import library
 
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     content = {
         "benchmark": name,
         "date": datetime.date.today().isoformat(),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": commit(),
         "hardware": cpu_name(),
         "threads": library.num_threads(),
         "backend": library.backend(),

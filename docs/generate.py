@@ -113,11 +113,13 @@ def shown_number(value: object) -> str:
 
 
 def result_section(path: Path) -> str:
-    """One result file of a benchmark: its circumstances, then its rows as they were written."""
+    """One result file of a benchmark: its circumstances, then its rows as they were written; tables of figures beneath
+    them (a fact that is a mapping) stay in the file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = content.pop("rows")
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    facts = ", ".join(f"{key} {shown_number(value)}" for key, value in content.items() if key != "benchmark")
+    plain = {key: value for key, value in content.items() if key != "benchmark" and not isinstance(value, dict)}
+    facts = ", ".join(f"{key} {shown_number(value)}" for key, value in plain.items())
     head = "| " + " | ".join(name.replace("_", " ") for name in columns) + " |"
     body = [
         "| " + " | ".join(shown_number(row.get(key, "")).replace("|", "\\|") for key in columns) + " |" for row in rows

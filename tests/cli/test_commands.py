@@ -1,15 +1,19 @@
 """The command line: instant help without torch, errors with key and mend, exit codes."""
 
+import json
+import re
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.tiny_runs import write_model
 from zerogap.cli import app, main
 from zerogap.cli.audit import parse_steps
 from zerogap.cli.demo import Task, demo_recipe
 from zerogap.cli.display import as_time
+from zerogap.cli.numerics_option import contract_from
 from zerogap.config import load_config
 from zerogap.errors import ConfigError, ParityError
 
@@ -79,3 +83,34 @@ def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path):
         done = CliRunner().invoke(app, ["generate", "model", "--prompt-file", str(tmp_path / name)])
         assert isinstance(done.exception, ConfigError)
         assert name in str(done.exception)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+CALIBRATED = "{preset: fp8-kv, kv_scale: calibrated, bf16_layers: {last: 1}}"
+
+
+def test_generate_takes_every_mode(tiny_model):
+    """The same greedy log-prob twice under a mode, and another one under another mode."""
+
+    def total(numerics):
+        words = ["--prompt", "say one", "--max-tokens", "8", "--logprobs", "--numerics", numerics]
+        done = CliRunner().invoke(app, ["generate", str(tiny_model), *words])
+        assert done.exit_code == 0, done.output
+        return re.search(r"\[log-prob (-[\d.]+)\]", done.output)[1]
+
+    totals = [total(numerics) for numerics in ("fp32", "bf16", "fp8", "fp8-kv", CALIBRATED)]
+    assert len(set(totals)) == len(totals)
+    assert total(CALIBRATED) == totals[-1]
+
+
+def test_verify_says_which_contract_was_exact(tiny_model, tmp_path):
+    words = ["--numerics", CALIBRATED, "--json", str(tmp_path / "facts.json")]
+    done = CliRunner().invoke(app, ["verify", str(tiny_model), *words])
+    assert done.exit_code == 0, done.output
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["exact"] and all(check["exact"] for check in facts["checks"])
+    assert facts["numerics"] == contract_from(CALIBRATED).fields()

@@ -75,6 +75,20 @@ def test_gguf_files_and_the_quick_start_model(tmp_path):
     assert "embedding, also the head" in out
 
 
+def test_a_block_fp8_folder_says_what_becomes_of_its_codes(folder, tmp_path):
+    done = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "fp8"), "--format", "fp8"])
+    assert done.exit_code == 0, done.output
+    out = " ".join(inspected(tmp_path / "fp8", "--numerics", "fp8", "--json", tmp_path / "facts.json").split())
+    assert "84 tensors are stored in block-FP8; the codes of 84 are taken over" in out and "de-quantised" not in out
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert sorted(facts["quantised"]) == facts["stored_codes"]
+    out = " ".join(inspected(tmp_path / "fp8", "--numerics", "{preset: fp8, bf16_layers: {last: 3}}").split())
+    assert "the codes of 63 are taken over" in out and "21 are de-quantised" in out
+    out = " ".join(inspected(tmp_path / "fp8").split())
+    assert "84 tensors are stored in block-FP8; 84 are de-quantised" in out
+    assert "stored in block-FP8" not in inspected(folder, "--numerics", "fp8")
+
+
 def test_ranges_and_bytes_in_words():
     assert ranges([3, 0, 1, 2, 7, 9, 10]) == "0-3, 7, 9-10"
     assert ranges([]) == ""

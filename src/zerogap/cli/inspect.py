@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,7 @@ def inspect(
 
     Rollout and trainer both follow this list; checkpoints and saved weights carry it and are refused where it differs.
     """
+    from zerogap.cli.display import print_facts
     from zerogap.models.inventory import inventory
     from zerogap.weights import open_model
 
@@ -45,8 +46,11 @@ def inspect(
     print_kept(console, kept, every, contract)
     console.print()
     print_totals(console, files.spec, contract, forms)
+    if files.stored_codes:
+        print_facts(console, [("file", stored(files.stored_codes, forms))])
     if json_file is not None:
-        facts = {"model": model, "source": str(files.source), **as_json(files.spec, contract, forms)}
+        facts = {"model": model, "source": str(files.source), "stored_codes": sorted(files.stored_codes)}
+        facts |= as_json(files.spec, contract, forms)
         json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         console.print(f"written: {json_file}", highlight=False, soft_wrap=True)
 
@@ -166,6 +170,19 @@ def print_totals(console: Console, spec: ModelSpec, contract: Numerics, forms: S
     if contract.kv_scale == "calibrated":
         facts.append(("KV scales", f"{2 * spec.num_layers * spec.num_kv_heads} per weight version, calibrated"))
     print_facts(console, facts)
+
+
+def stored(codes: Collection[str], forms: Sequence[TensorForm]) -> str:
+    """What becomes of tensors that the file holds in block-FP8."""
+    taken = [form for form in forms if form.quantised and form.name in codes]
+    parts = [f"{len(codes)} tensors are stored in block-FP8"]
+    if taken:
+        parts.append(
+            f"the codes of {len(taken)} are taken over as they are, if their scales have the contract's format"
+        )
+    if len(taken) < len(codes):
+        parts.append(f"{len(codes) - len(taken)} are de-quantised: this contract does not quantise them")
+    return "; ".join(parts)
 
 
 def _against(size: int, bf16: int) -> str:

@@ -59,6 +59,7 @@ class FolderFiles(ModelFiles):
                 if not is_derived(block_fp8.tensor_of(name), self.spec):
                     self._file_of[name], found[name] = path, stored
         self._scales_of = block_fp8.scales_of(str(folder), found, self.config)
+        self.stored_codes = frozenset(self._scales_of)
         shapes = {name: stored.shape for name, stored in found.items() if block_fp8.tensor_of(name) == name}
         check_tensors(str(folder), self.spec, shapes)
 

@@ -47,7 +47,10 @@ class ModelFiles(abc.ABC):
         generation_config: the `generation_config.json` mapping, or None. Never applied to sampling.
         spec: what the decoder needs; its end-of-sequence ids are the union over both mappings.
         chat_template: the Jinja source, or None.
+        stored_codes: names of the tensors that are stored in block-FP8.
     """
+
+    stored_codes: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import pytest
 
 from tests.tiny import FAMILIES, tiny_spec
 from zerogap.errors import CheckpointError, ConfigError, ContractError
+from zerogap.models.decoder import Decoder
 from zerogap.models.inventory import inventory, kv_bytes, require_same_list
 from zerogap.models.spec import ModelSpec
 from zerogap.numerics import preset
@@ -121,6 +122,19 @@ def test_an_8b_model_by_hand():
     assert kv_bytes(spec, preset("bf16")) == (131_072, 0)
     assert kv_bytes(spec, preset("fp8-kv")) == (65_536, 2_048)
     assert kv_bytes(spec, preset("fp8-kv", kv_scale="calibrated")) == (65_536, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("numerics", "changes"),
+    [("fp32", {}), ("bf16", {}), ("fp8", {}), ("fp8-kv", {}), ("fp8-kv", {"kv_scale": "calibrated"})],
+)
+def test_the_list_and_the_cache_are_those_of_the_decoder(family, numerics, changes):
+    contract = preset(numerics, **changes)
+    decoder = Decoder(tiny_spec(family), contract)
+    chosen = {form.name: form.shape for form in inventory(decoder.spec, contract) if form.quantised}
+    assert list(decoder.quantised().items()) == list(chosen.items())
+    assert sum(kv_bytes(decoder.spec, contract)) == len(decoder.blocks) * decoder.codec().bytes_per_token()
 
 
 def test_another_list_is_refused_by_its_first_tensor():

@@ -36,7 +36,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all but the optional ones; --long: four")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2 3 4; --long: 0")
     parser.add_argument("--long", action="store_true", help="the longer run: other defaults, results of its own")
-    parser.add_argument("--steps", type=int, help="of each run; default: 10; --long: 60")
+    parser.add_argument("--steps", type=int, help="of each run; default: 10; --long: 40")
     parser.add_argument("--learning-rate", nargs="+", type=float, help="one or a sweep; default: 5e-5; --long: 2e-4")
     parser.add_argument("--checkpoint-every", type=int, help="steps; 0: a killed run begins anew; --long: 10, else 0")
     parser.add_argument("--margin", type=float, default=MARGIN, help="differences within it are equal (%(default)s)")
@@ -47,7 +47,7 @@ def options() -> argparse.Namespace:
     args = parser.parse_args()
     args.arms = args.arms or (LONG_ARMS if args.long else DEFAULT_ARMS)
     args.seeds = args.seeds or ([0] if args.long else list(range(5)))
-    args.steps = args.steps or (60 if args.long else 10)
+    args.steps = args.steps or (40 if args.long else 10)
     args.learning_rate = args.learning_rate or [2e-4 if args.long else 5e-5]
     if args.checkpoint_every is None:
         args.checkpoint_every = 10 if args.long else 0
@@ -59,14 +59,16 @@ class Progress(Observer):
 
     def __init__(self, clock: Clock, arm: Arm, label: str, steps: int) -> None:
         self._clock, self._arm, self._label, self._steps = clock, arm, label, steps
+        self._left = steps
 
     def started(self, facts: Sequence[tuple[str, str]], first_step: int, max_steps: int) -> None:
         """A resumed run has fewer steps left."""
-        self._clock.skip("step", self._arm.name, first_step - 1)
+        self._skip(first_step - 1)
 
     def step_done(self, record: Mapping[str, Any]) -> None:
         """One line."""
         self._clock.done("step", self._arm.name, record["step_time"])
+        self._left -= 1
         print(
             f"{self._label}  step {record['step']:>2}/{self._steps}  reward {record.get('reward', float('nan')):.3f}  "
             f"k3 KL {record['sampling/k3_kl']:.1e}  differ {record['bit_wise/mismatched_tokens']:,.0f} of "
@@ -75,9 +77,14 @@ class Progress(Observer):
         )
 
     def evaluated_in(self, seconds: float) -> None:
-        """An evaluation on the held-out prompts ended."""
+        """An evaluation on the held-out prompts ended, so no step is left: a resumed run may have had none."""
+        self._skip(self._left)
         self._clock.done("evaluation", self._arm.name, seconds)
         print(f"{self._label}  evaluated in {seconds:.0f} s  left {self._clock}", flush=True)
+
+    def _skip(self, count: int) -> None:
+        self._clock.skip("step", self._arm.name, count)
+        self._left -= count
 
 
 def evaluations_of(arm: Arm) -> int:
@@ -97,8 +104,9 @@ def untrained_figures(
         config = experiment.recipe(arm, 0, folder)
         contract = config.rollout_contract()
         wanted = {"model": config.model, "numerics": contract.fields()}
-        if read_stored(path, wanted, evaluator.digest) is not None:
-            clock.skip("evaluation", arm.name, 1)
+        stored = read_stored(path, wanted, evaluator.digest)
+        if stored is not None:
+            clock.done("evaluation", arm.name, stored["seconds"])
         else:
             files, _ = setup.open_source(config)
             decoder = Decoder(files.spec, contract, max_positions=setup.positions(config)).load(files.tensors())
@@ -126,7 +134,10 @@ def train_all(args: argparse.Namespace, experiments: Sequence[Experiment]) -> No
             for arm in arms:
                 path = stored_path(args.output / experiment.name, arm, seed)
                 wanted = what_decides(experiment.recipe(arm, seed, args.output))
-                if read_stored(path, wanted, evaluator.digest) is None:
+                stored = read_stored(path, wanted, evaluator.digest)
+                if stored is not None:
+                    clock.seen("step", arm.name, stored["seconds_per_step"])
+                else:
                     todo.append((experiment, arm, seed))
                     clock.plan("step", arm.name, experiment.steps)
                     clock.plan("evaluation", arm.name, evaluations_of(arm))
@@ -161,6 +172,7 @@ def summarise(args: argparse.Namespace, experiment: Experiment) -> None:
         f"Runs of 8 x 8 completions a step, learning rate {experiment.learning_rate:g} ({experiment.schedule}).",
         f"Held-out set: {held_out.TEXT}; greedy, by zerogap's own engine.",
         f"Seeds: {', '.join(str(s) for s in sorted({r['seed'] for r in results}))}.",
+        *(f"Runs' {name}: {', '.join(map(str, each))}." for name, each in summary.circumstances(results).items()),
     ]
     text = summary.page(title, facts, results, untrained, args.margin)
     print(text)

@@ -114,8 +114,10 @@ def merged(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(dict(tree))
     for key, value in keys.items():
         inner = result.get(key)
-        both = isinstance(inner, dict) and isinstance(value, Mapping)
-        result[key] = merged(inner, value) if both else copy.deepcopy(value)
+        if isinstance(inner, dict) and isinstance(value, Mapping):
+            result[key] = merged(inner, value)
+        else:
+            result[key] = copy.deepcopy(value)
     return result
 
 

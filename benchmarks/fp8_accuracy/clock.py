@@ -8,7 +8,7 @@ Work = tuple[str, str]
 
 
 class Clock:
-    """Keeps the seconds of finished work. Mutated by `plan` and `done`."""
+    """Keeps the seconds of finished work. Mutated by its calls."""
 
     def __init__(self) -> None:
         self._seconds: dict[Work, list[float]] = defaultdict(list)
@@ -18,9 +18,13 @@ class Clock:
         """So many more pieces of work are to be done."""
         self._left[kind, arm] += count
 
+    def seen(self, kind: str, arm: str, seconds: float) -> None:
+        """A piece that was never planned took so long: one that an earlier process did."""
+        self._seconds[kind, arm].append(seconds)
+
     def done(self, kind: str, arm: str, seconds: float) -> None:
         """One piece is done."""
-        self._seconds[kind, arm].append(seconds)
+        self.seen(kind, arm, seconds)
         self._left[kind, arm] = max(0, self._left[kind, arm] - 1)
 
     def skip(self, kind: str, arm: str, count: int) -> None:

@@ -88,8 +88,8 @@ def arm_rows(results: Sequence[Result], untrained: Mapping[str, Result], margin:
                 "minus bf16": "" if compared is None else compared.difference.signed(),
                 "verdict": "" if compared is None else compared.verdict,
                 "mismatch KL (k3)": _mean(runs, "k3_kl"),
-                "mean |logdiff|": _mean(runs, "logdiff_mean"),
-                "max |logdiff|": max(r["logdiff_max"] for r in runs),
+                "mean abs logdiff": _mean(runs, "logdiff_mean"),
+                "max abs logdiff": max(r["logdiff_max"] for r in runs),
                 "reward at start": _mean(runs, "reward_start"),
                 "reward at end": str(interval([r["reward_end"] for r in runs])),
             }
@@ -127,6 +127,13 @@ def comparison_rows(found: Sequence[Comparison]) -> list[dict[str, Any]]:
     ]
 
 
+def circumstances(results: Sequence[Result]) -> dict[str, list[Any]]:
+    """Every commit, machine, number of threads and kernel build that runs were made with."""
+    found = {name: sorted({r["circumstances"][name] for r in results}) for name in ("commit", "hardware", "threads")}
+    builds = {identity.split("#")[-1] for r in results for identity in r["identities"].values()}
+    return found | {"kernel build": sorted(builds)}
+
+
 def details(results: Sequence[Result], margin: float) -> dict[str, Any]:
     """Every mean, interval and comparison in full, JSON-ready."""
     return {
@@ -137,8 +144,7 @@ def details(results: Sequence[Result], margin: float) -> dict[str, Any]:
         },
         "differences": [dataclasses.asdict(c) for c in comparisons(results, margin)],
         "cost": cost_rows(results),
-        "kernel_builds": sorted({identity.split("#")[-1] for r in results for identity in r["identities"].values()}),
-        "commits": sorted({r["circumstances"]["commit"] for r in results}),
+        "circumstances": circumstances(results),
     }
 
 

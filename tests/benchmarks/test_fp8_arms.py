@@ -142,3 +142,6 @@ def test_time_left_is_what_an_arm_took_and_the_mean_of_others_for_a_new_one():
     assert str(clock) == "30 s"
     clock.done("step", "b", 30.0)
     assert clock.left() == 0.0
+    clock.seen("step", "c", 2.0)
+    clock.plan("step", "c", 4)
+    assert clock.left() == 8.0

@@ -188,7 +188,8 @@ template <typename T> void product(const ProductArgs& args, Team& team) {
     }
     const int64_t level_size = plan.block_rows * PANEL;
     const int64_t level_bytes = levels * level_size * int64_t(sizeof(float));
-    char* scratch = static_cast<char*>(team.scratch_bytes(level_bytes + SPAN_BLOCKS * UNPACKED * int64_t(sizeof(bf16))));
+    const int64_t unpacked_bytes = SPAN_BLOCKS * UNPACKED * int64_t(sizeof(bf16));
+    char* scratch = static_cast<char*>(team.scratch_bytes(level_bytes + unpacked_bytes));
     float* blocks = reinterpret_cast<float*>(scratch);
     bf16* unpacked = reinterpret_cast<bf16*>(scratch + level_bytes);
     int64_t index = team.next(0);

@@ -114,10 +114,10 @@ void accumulate_scaled(int64_t height, const bf16* left_rows, const bf16* panel,
     const Unpacked right{panel};
     const int64_t reduce = steps * 2;
     if (count >= PANEL)
-        return any_scaled_tile<true, 0>(height, left_rows, 0, right, acc, k, reduce, false, scales, nullptr);
+        return any_scaled_tile<true, true, 0>(height, left_rows, 0, right, acc, k, reduce, false, scales, nullptr);
     alignas(64) float sum[Storage<bf16>::TILE_ROWS * PANEL] = {};
     for (int64_t m = 0; m < height; m++) memcpy(sum + m * PANEL, acc + m * k, count * sizeof(float));
-    any_scaled_tile<true, 0>(height, left_rows, 0, right, sum, PANEL, reduce, false, scales, nullptr);
+    any_scaled_tile<true, true, 0>(height, left_rows, 0, right, sum, PANEL, reduce, false, scales, nullptr);
     for (int64_t m = 0; m < height; m++) memcpy(acc + m * k, sum + m * PANEL, count * sizeof(float));
 }
 

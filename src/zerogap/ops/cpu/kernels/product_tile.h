@@ -70,7 +70,10 @@ template <typename T, bool PACKED> static inline const T* left(const T* a, int64
     return PACKED ? a + (s * GROUP + m) * Storage<T>::PER_STEP : a + m * lda + s * Storage<T>::PER_STEP;
 }
 
-template <int MR, int NV> static inline void step(F16 (&acc)[MR][NV], const float* const (&a)[MR], const float* b) {
+#define ZG_INLINE inline __attribute__((always_inline))  // a call would put the accumulators into memory
+
+template <int MR, int NV>
+static ZG_INLINE void step(F16 (&acc)[MR][NV], const float* const (&a)[MR], const float* b) {
     F16 y[NV];
     for (int v = 0; v < NV; v++) y[v] = load(b + v * LANES);
 #pragma GCC unroll 8
@@ -99,7 +102,8 @@ static inline void half_step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], con
     }
 }
 #endif
-template <int MR, int NV> static inline void step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], const bf16* b) {
+template <int MR, int NV>
+static ZG_INLINE void step(F16 (&acc)[MR][NV], const bf16* const (&a)[MR], const bf16* b) {
 #if defined(__AVX2__) && !defined(__AVX512BF16__)
     half_step<true>(acc, a, b);  // odd elements first
     half_step<false>(acc, a, b);

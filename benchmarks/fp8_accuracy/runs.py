@@ -4,6 +4,7 @@ A run lies in a folder of its own while it trains; a process that was killed res
 has one, and else begins the run anew. With the stored file the run is finished and its folder goes.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -105,7 +106,7 @@ def train(
 def remove_work(folder: Path, arm: Arm, seed: int) -> None:
     """Remove the folder of a stored run."""
     shutil.rmtree(folder / "work" / f"{arm.name}-seed{seed}", ignore_errors=True)
-    if not any((folder / "work").iterdir()):
+    with contextlib.suppress(OSError):  # not empty, or gone: another process may train other seeds beside this one
         (folder / "work").rmdir()
 
 

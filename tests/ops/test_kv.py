@@ -45,7 +45,7 @@ def extreme_rows(width: int) -> torch.Tensor:
 @formats
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
 def test_pages_hold_the_codes_of_the_definition(kv_scale: str, scale_format: str, dim: int) -> None:
-    """Codes and scales, element by element and bit for bit, in their places; every other byte keeps what it held."""
+    """Codes and scales, element by element and bit for bit, in their places; every other slot keeps what it held."""
     extreme = extreme_rows(2 * dim).view(-1, 2, dim)
     k = torch.cat([extreme.view(-1, 2 * dim), unit_values((20, 2 * dim), torch.bfloat16, 1)])
     v = torch.cat([hard_values((20, 2 * dim), torch.bfloat16, 2), extreme.flip(1).reshape(-1, 2 * dim)])
@@ -157,6 +157,14 @@ def test_bytes_per_token_are_the_bytes_of_pages() -> None:
         tensors = (kv.keys, kv.values) if codec.calibrated else (kv.keys, kv.values, kv.key_scales, kv.value_scales)
         assert codec.bytes_per_token() * 5 * 32 == sum(x.nbytes for x in tensors)
         assert codec.bytes_per_token() < 0.54 * DenseCodec(3, 64, DType.BF16).bytes_per_token()
+
+
+def test_what_a_head_has_in_a_page_stands_together() -> None:
+    """Decoding jumps once per page and KV head, so a reader finds keys, values and scales side by side."""
+    kv = FP8Codec(3, 64, "per_token_head").allocate(5, 32)
+    starts = [x.data_ptr() - kv.keys.data_ptr() for x in (kv.key_scales, kv.values, kv.value_scales)]
+    assert starts == [32 * 64, 32 * 68, 32 * 68 + 32 * 64]
+    assert kv.keys[0, 1].data_ptr() - kv.keys.data_ptr() == 2 * 32 * 68
 
 
 def test_given_scales_stay_live() -> None:

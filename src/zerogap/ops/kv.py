@@ -5,6 +5,9 @@ tokens; a tile of keys has its tokens side by side for every pair of head dimens
 tokens side by side for every head dimension (kernels/attention.h). A page size only says where tiles stand, so it
 cannot change a bit. Nothing is rounded: the step that writes and every later one read the same numbers.
 
+Keys, values and scales are views of one block of memory, in which what a KV head has in a page stands together: decoding
+jumps from page to page, and a jump costs more than the bytes that it leads to.
+
 FP8 pages hold E4M3 codes in the same tiles, a byte per element, written once: every step, the writing one included,
 reads the codes, so both sides see the same rounded numbers. An element x of a row is the value code * scale with
 code = rn_e4m3(fl32(x / scale)), nearest even, saturating at +-448 (docs/numerics.md, "FP8"). A NaN or infinity becomes
@@ -61,8 +64,9 @@ class DenseCodec:
         """
         require_page_size(page_size)
         assert scales is None, "dense pages have no scales"
-        shape, dtype = (num_pages, self.num_kv_heads, page_size * self.head_dim), TORCH_DTYPES[self.storage]
-        return LayerKV(zeros(shape, dtype), zeros(shape, dtype), self)
+        part = page_size * self.head_dim
+        keys, values = zeros((num_pages, self.num_kv_heads, 2 * part), TORCH_DTYPES[self.storage]).split(part, -1)
+        return LayerKV(keys, values, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +122,13 @@ class FP8Codec:
             ConfigError: a page size that is not a positive multiple of 16.
         """
         require_page_size(page_size)
-        shape = (num_pages, self.num_kv_heads, page_size * self.head_dim)
-        pages = zeros(shape, torch.uint8), zeros(shape, torch.uint8)
+        codes, written = page_size * self.head_dim, 0 if self.calibrated else page_size * 4
+        block = zeros((num_pages, self.num_kv_heads, 2 * (codes + written)), torch.uint8)
+        keys, key_scales, values, value_scales = block.split((codes, written, codes, written), -1)
         if self.calibrated:
-            return LayerKV(*pages, self, *(scales or (None, None)))
+            return LayerKV(keys, values, self, *(scales or (None, None)))
         assert scales is None, "scales per token and head are written, not given"
-        rows = (num_pages, self.num_kv_heads, page_size)
-        return LayerKV(*pages, self, zeros(rows, torch.float32), zeros(rows, torch.float32))
+        return LayerKV(keys, values, self, key_scales.view(torch.float32), value_scales.view(torch.float32))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,7 @@ class KVWriteArguments(Arguments):
         *[(name, _POINTER) for name in ("k", "v", "positions", "sequences", "page_table")],
         ("table_width", _INT64),
         *[(name, _POINTER) for name in ("key_pages", "value_pages", "key_scales", "value_scales")],
+        ("page_stride", _INT64),
         *[(name, _INT32) for name in ("num_kv_heads", "head_dim", "page_size", "storage", "format", "pow2")],
     ]
 
@@ -40,7 +41,9 @@ class AttentionArguments(Arguments):
         ("rows", _INT64),
         *[(name, _POINTER) for name in ("q", "positions", "sequences", "page_table")],
         ("table_width", _INT64),
-        *[(name, _POINTER) for name in ("key_pages", "value_pages", "key_scales", "value_scales", "out", "lse")],
+        *[(name, _POINTER) for name in ("key_pages", "value_pages", "key_scales", "value_scales")],
+        ("page_stride", _INT64),
+        *[(name, _POINTER) for name in ("out", "lse")],
         *[(name, _INT32) for name in ("num_heads", "num_kv_heads", "head_dim", "page_size", "kv_split", "storage")],
         *[(name, _INT32) for name in ("format", "pow2", "fp8_math")],
         ("scale", _FLOAT),
@@ -81,17 +84,34 @@ class Format:
         number = {"none": 0, "per_token_head": 1, "calibrated": 2}[codec.kv_scale]
         return cls(number, codec.scale_format == "pow2", codec.attention_math is DType.FP8)
 
-    def require_pages(self, kv: LayerKV, rows_dtype: torch.dtype, page_size: int) -> None:
-        """Assert that pages and scales have the dtypes and shapes of this format."""
+    def pages(self, kv: LayerKV, rows_dtype: torch.dtype, page_size: int) -> dict[str, int | None]:
+        """Pointers to pages and scales, and the stride they share; asserts this format's dtypes, shapes and strides."""
         dtype = torch.uint8 if self.format else rows_dtype
-        assert kv.keys.dtype == kv.values.dtype == dtype, f"{rows_dtype} rows stand in pages of {dtype}"
-        if self.format == 0:
-            return
-        assert rows_dtype == torch.bfloat16, "FP8 pages take BF16 rows"
-        heads = kv.codec.num_kv_heads
-        shape = (heads,) if self.format == 2 else (kv.keys.shape[0], heads, page_size)
-        for scales in (kv.key_scales, kv.value_scales):
-            assert scales is not None and scales.dtype == torch.float32 and scales.shape == shape, f"scales: {shape}"
+        stride = kv.keys.stride(1) * dtype.itemsize
+        row = (kv.keys.shape[0], kv.codec.num_kv_heads, page_size * kv.codec.head_dim)
+        found: dict[str, int | None] = {"page_stride": stride}
+        for name, tensor in (("key_pages", kv.keys), ("value_pages", kv.values)):
+            found[name] = _paged(name, tensor, row, dtype, stride)
+        if self.format:
+            assert rows_dtype == torch.bfloat16, "FP8 pages take BF16 rows"
+        for name, scales in (("key_scales", kv.key_scales), ("value_scales", kv.value_scales)):
+            if self.format == 2:
+                assert scales is not None and scales.shape == row[1:2], f"{name}: [{row[1]}]"
+                assert scales.dtype == torch.float32, f"{name}: FP32"
+                found[name] = pointer(scales)
+            elif self.format == 1:
+                assert scales is not None, f"{name} of every token"
+                found[name] = _paged(name, scales, (*row[:2], page_size), torch.float32, stride)
+        return found
+
+
+def _paged(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, stride: int) -> int:
+    """Address of a tensor of pages, `stride` bytes from one KV head's part to the next one's."""
+    assert tensor.dtype == dtype and tensor.shape == shape, f"{name}: {dtype} {shape}"
+    steps = [step * dtype.itemsize for step in tensor.stride()]
+    assert steps == [shape[1] * stride, stride, dtype.itemsize], f"{name}: {stride} bytes from KV head to KV head"
+    assert stride % 64 == 0 and tensor.data_ptr() % dtype.itemsize == 0, f"{name}: tiles are whole cache lines"
+    return tensor.data_ptr()
 
 
 def _require_rows(context: ForwardContext, num_rows: int) -> None:
@@ -107,7 +127,6 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, context: ForwardCont
     assert k.shape == v.shape == (k.shape[0], num_kv_heads * head_dim), "k, v: [T, Hk * D]"
     assert k.dtype == v.dtype, "k, v: one dtype"
     form = Format.of(kv.codec)
-    form.require_pages(kv, k.dtype, context.page_size)
     _require_rows(context, k.shape[0])
     arguments = KVWriteArguments(
         rows=k.shape[0],
@@ -117,10 +136,7 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, context: ForwardCont
         sequences=pointer(context.sequences),
         page_table=pointer(context.page_table),
         table_width=context.page_table.shape[1],
-        key_pages=pointer(kv.keys),
-        value_pages=pointer(kv.values),
-        key_scales=pointer(kv.key_scales),
-        value_scales=pointer(kv.value_scales),
+        **form.pages(kv, k.dtype, context.page_size),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=context.page_size,
@@ -161,7 +177,6 @@ def attention(
     head_dim = kv.codec.head_dim
     assert q.shape == (q.shape[0], num_heads * head_dim), "q: [T, Hq * D]"
     form = Format.of(kv.codec)
-    form.require_pages(kv, q.dtype, context.page_size)
     _require_rows(context, q.shape[0])
     out = empty(q, (num_heads * head_dim,), q.dtype)
     lse = empty(q, (num_heads,), torch.float32) if want_lse else None
@@ -172,10 +187,7 @@ def attention(
         sequences=pointer(context.sequences),
         page_table=pointer(context.page_table),
         table_width=context.page_table.shape[1],
-        key_pages=pointer(kv.keys),
-        value_pages=pointer(kv.values),
-        key_scales=pointer(kv.key_scales),
-        value_scales=pointer(kv.value_scales),
+        **form.pages(kv, q.dtype, context.page_size),
         out=pointer(out),
         lse=pointer(lse),
         num_heads=num_heads,

@@ -16,11 +16,11 @@ template <class T> struct Rows {
     float *s;                    // [MAX_ROWS][64]
     float *o, *merged;           // [MAX_ROWS][D] of the open span, of the spans before it
     float m[MAX_ROWS], l[MAX_ROWS], alpha[MAX_ROWS], merged_m[MAX_ROWS], merged_l[MAX_ROWS];
-    T* decoded;                                // codes only: a block of keys or values as dense tiles
-    float *key_scale, *value_scale;            // codes only: of the keys of the block, [64]
+    T* decoded;                      // codes only, shared by tiles of rows: a block of keys or values as dense tiles
+    float *key_scale, *value_scale;  // the same: of the keys of the block, [64]
     float q_scale[MAX_ROWS], p_scale[MAX_ROWS];  // FP8 operands only
 
-    void carve(char* memory, int64_t D, bool coded) {
+    void carve(char* memory, int64_t D) {
         Carver carver{memory};
         head_dim = D;
         q = carver.take<T>(MAX_ROWS * D);
@@ -29,34 +29,47 @@ template <class T> struct Rows {
         s = carver.take<float>(MAX_ROWS * BLOCK_KEYS);
         o = carver.take<float>(MAX_ROWS * D);
         merged = carver.take<float>(MAX_ROWS * D);
-        decoded = carver.take<T>(coded ? BLOCK_KEYS * D : 0);
+    }
+    void carve_block(char* memory) {
+        Carver carver{memory};
+        decoded = carver.take<T>(BLOCK_KEYS * head_dim);
         key_scale = carver.take<float>(BLOCK_KEYS);
         value_scale = carver.take<float>(BLOCK_KEYS);
     }
-    static int64_t bytes(int64_t D, bool coded) {
-        return MAX_ROWS * (D * 12 + BLOCK_KEYS * 8) + 8 * D + 6 * 64 + BLOCK_KEYS * (8 + (coded ? 2 * D : 0));
+    static int64_t bytes(int64_t D) {  // a multiple of a cache line
+        return (MAX_ROWS * (D * 12 + BLOCK_KEYS * 8) + 8 * D + 6 * 64) / 64 * 64;
     }
+    static int64_t block_bytes(int64_t D) { return BLOCK_KEYS * (2 * D + 8); }
+};
+
+// The tiles of one block of keys or values, and how far away those of the next block are.
+template <class Cell> struct BlockTiles {
+    const Cell* tile[4];
+    int64_t ahead[4];
 };
 
 // s[r][16 t + lane] = dot(q[r], key): one chain over steps of the head dimension, ascending, from +0.
-template <class T> struct ScoreProduct {
+template <class F> struct ScoreProduct {
+    typedef typename F::Row T;
+    typedef typename F::Reader Reader;
     const T* q;
     float* s;
-    const T* const* tiles;
-    int64_t head_dim;
+    const BlockTiles<typename Reader::Cell>& tiles;
+    int64_t head_dim, begin;
     template <int ROWS, int COLS> void call() {
-        constexpr int W = Step<T>::WIDTH;
         F16 acc[ROWS][COLS];
-        const T* b[COLS];
+        const typename Reader::Cell* b[COLS];
+        int64_t ahead[COLS];
         for (int c = 0; c < COLS; c++) {
-            b[c] = tiles[c];
+            b[c] = tiles.tile[begin + c];
+            ahead[c] = tiles.ahead[begin + c];
             for (int r = 0; r < ROWS; r++) acc[r][c] = zero();
         }
-        accumulate<T, ROWS, COLS>(acc, head_dim / W, q, head_dim, b, TILE_KEYS * W);
+        Reader::template run<ROWS, COLS>(acc, head_dim / Step<T>::WIDTH, q, head_dim, b, Reader::key_stride(), ahead);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int c = 0; c < COLS; c++) store(s + r * BLOCK_KEYS + c * TILE_KEYS, acc[r][c]);
+            for (int c = 0; c < COLS; c++) store(s + r * BLOCK_KEYS + (begin + c) * TILE_KEYS, acc[r][c]);
     }
 };
 
@@ -64,8 +77,9 @@ template <class T> struct ScoreProduct {
 // that an odd last key lacks counts as zero. FP8 operands: o[r] = PV * p_scale[r] or fma(PV, p_scale[r], o[r] * alpha[r]).
 template <class F> struct ValueProduct {
     typedef typename F::Row T;
+    typedef typename F::Reader Reader;
     const T* p;
-    const T* const* tiles;
+    const BlockTiles<typename Reader::Cell>& tiles;
     const T* last;  // step of the odd last key
     int64_t keys, head_dim;
     const float *alpha, *p_scale;
@@ -75,14 +89,20 @@ template <class F> struct ValueProduct {
     template <int ROWS, int COLS> void call() {
         constexpr int W = Step<T>::WIDTH;
         F16 acc[ROWS][COLS];
-        const T* b[COLS];
         for (int c = 0; c < COLS; c++)
             for (int r = 0; r < ROWS; r++) acc[r][c] = zero();
         for (int64_t key = 0; key < keys / W * W; key += TILE_KEYS) {
-            for (int c = 0; c < COLS; c++) b[c] = tiles[key / TILE_KEYS] + (column + c * LANES) * W;
-            accumulate<T, ROWS, COLS>(acc, min_of(keys - key, TILE_KEYS) / W, p + key, BLOCK_KEYS, b, head_dim * W);
+            const typename Reader::Cell* b[COLS];
+            int64_t ahead[COLS];
+            for (int c = 0; c < COLS; c++) {
+                b[c] = tiles.tile[key / TILE_KEYS] + Reader::column(column + c * LANES);
+                ahead[c] = tiles.ahead[key / TILE_KEYS];
+            }
+            Reader::template run<ROWS, COLS>(acc, min_of(keys - key, TILE_KEYS) / W, p + key, BLOCK_KEYS, b,
+                                             Reader::value_stride(head_dim), ahead);
         }
         if (keys % W) {
+            const T* b[COLS];
             for (int c = 0; c < COLS; c++) b[c] = last + (column + c * LANES) * W;
             accumulate<T, ROWS, COLS>(acc, 1, p + keys - 1, BLOCK_KEYS, b, 0);
         }
@@ -170,21 +190,31 @@ template <class T> void merge(Rows<T>& rows, int64_t r, bool first) {
     rows.merged_m[r] = m;
 }
 
-// The value product of one block for every row that sees it, rows with equally many keys together.
-template <class F>
-void add_values(Rows<typename F::Row>& rows, const typename F::Row* const* tiles, int64_t block, bool first) {
+// The step of values that begins at key `key` of the tile, with +0 for its second key: what stands there may be unwritten or another
+// row's future.
+template <class F> void odd_step(Rows<typename F::Row>& rows, const typename F::Reader::Cell* tile, int64_t key) {
     typedef typename F::Row T;
     constexpr int W = Step<T>::WIDTH;
+    const int64_t D = rows.head_dim;
+    if constexpr (F::SCALED && !F::DECODED) {
+        for (int64_t d = 0; d < D; d++)
+            rows.last[2 * d] = bf16(bits_of(decode_one(tile[value_code(key, d, D)])) >> 16), rows.last[2 * d + 1] = 0;
+    } else {
+        const T* step = tile + key / W * D * W;
+        for (int64_t d = 0; d < D; d++) { rows.last[d * W] = step[d * W]; rows.last[d * W + W - 1] = 0; }
+    }
+}
+
+// The value product of one block for every row that sees it, rows with equally many keys together.
+template <class F>
+void add_values(Rows<typename F::Row>& rows, const BlockTiles<typename F::Reader::Cell>& tiles, int64_t block, bool first) {
     const int64_t D = rows.head_dim, vectors = D / LANES, chunks = ceil_div(vectors, MAX_LANES);
     for (int64_t r = 0; r < rows.count;) {
         const int64_t keys = min_of(BLOCK_KEYS, rows.position[r] + 1 - block);
         int64_t end = r + 1;
         while (end < rows.count && min_of(BLOCK_KEYS, rows.position[end] + 1 - block) == keys) end++;
         if (keys > 0) {
-            if (keys % W) {  // its partner in the pair may be unwritten or another row's future
-                const T* step = tiles[keys / TILE_KEYS] + keys % TILE_KEYS / W * D * W;
-                for (int64_t d = 0; d < D; d++) { rows.last[d * W] = step[d * W]; rows.last[d * W + W - 1] = 0; }
-            }
+            if (keys % Step<typename F::Row>::WIDTH) odd_step<F>(rows, tiles.tile[keys / TILE_KEYS], (keys - 1) % TILE_KEYS);
             ValueProduct<F> product{rows.p + r * BLOCK_KEYS, tiles, rows.last, keys, D,
                                     rows.alpha + r, rows.p_scale + r, rows.o + r * D, 0, first};
             for (int64_t c = 0; c < chunks; c++) {
@@ -196,62 +226,93 @@ void add_values(Rows<typename F::Row>& rows, const typename F::Row* const* tiles
     }
 }
 
-// Tiles of the block that starts at key `block`, of keys or of values, as the products read them: where they stand in
-// the pages, or decoded.
+// Where the tiles of one block stand.
+struct BlockPlaces {
+    int64_t count;
+    Tiles::Place tile[4];
+    BlockPlaces(const Tiles& where, int64_t block, int64_t last) {
+        count = max_of(0, ceil_div(min_of(BLOCK_KEYS, last + 1 - block), TILE_KEYS));
+        for (int64_t t = 0; t < count; t++) tile[t] = where(block + t * TILE_KEYS);
+    }
+};
+
+// Tiles of keys or of values as products read them: where they stand in the pages, or decoded.
 template <class F, bool KEYS>
-void find_tiles(const AttentionArgs& a, const Tiles& where, int64_t block, int64_t num_tiles,
-                Rows<typename F::Row>& rows, const typename F::Row** tiles) {
-    typedef typename F::Row T;
-    const int64_t D = a.head_dim;
-    const void* pages = KEYS ? a.key_pages : a.value_pages;
-    for (int64_t t = 0; t < num_tiles; t++) {
-        const int64_t offset = where.offset(block + t * TILE_KEYS);
-        if constexpr (F::SCALED) {
+BlockTiles<typename F::Reader::Cell> find_tiles(const void* pages, const BlockPlaces& block, const BlockPlaces& next,
+                                                Rows<typename F::Row>& rows) {
+    typedef typename F::Reader::Cell Cell;
+    BlockTiles<Cell> found;
+    const int64_t D = rows.head_dim;
+    for (int64_t t = 0; t < block.count; t++) {
+        if constexpr (F::DECODED) {
             const GroupDecoder& decode = GroupDecoder::shared();
-            const uint8_t* codes = static_cast<const uint8_t*>(pages) + offset;
-            T* tile = rows.decoded + t * TILE_KEYS * D;
+            const uint8_t* codes = at_place<const uint8_t>(pages, block.tile[t], D);
+            bf16* tile = rows.decoded + t * TILE_KEYS * D;
             if (KEYS) decode_keys(decode, codes, D, tile); else decode_values(decode, codes, D, tile);
-            tiles[t] = tile;
+            found.tile[t] = tile;
+            found.ahead[t] = 0;
         } else {
-            tiles[t] = static_cast<const T*>(pages) + offset;
+            const Tiles::Place here = block.tile[t], there = t < next.count ? next.tile[t] : here;
+            found.tile[t] = at_place<const Cell>(pages, here, D);
+            found.ahead[t] = there.bytes - here.bytes + (there.key - here.key) * D * int64_t(sizeof(Cell));
         }
     }
+    return found;
 }
 
-// Scales of the keys and values of a block; what stands beside unwritten keys may be anything.
+// Scales of the keys and values of a block, and the next block's on their way; what stands beside unwritten keys may be
+// anything.
 template <class T>
-void load_scales(const AttentionArgs& a, const Tiles& where, int64_t block, int64_t num_tiles, Rows<T>& rows) {
-    for (int64_t t = 0; t < num_tiles; t++) {
-        const int64_t row = where.row(block + t * TILE_KEYS), at = t * TILE_KEYS;
-        const bool given = a.format == KV_CALIBRATED;
-        store(rows.key_scale + at, given ? set1(given_scale(a.key_scales[where.head])) : load(a.key_scales + row));
-        store(rows.value_scale + at, given ? set1(given_scale(a.value_scales[where.head])) : load(a.value_scales + row));
+void load_scales(const AttentionArgs& a, int64_t head, const BlockPlaces& block, const BlockPlaces& next, Rows<T>& rows) {
+    if (a.format == KV_CALIBRATED) {
+        for (int64_t i = 0; i < BLOCK_KEYS; i += LANES) {
+            store(rows.key_scale + i, set1(given_scale(a.key_scales[head])));
+            store(rows.value_scale + i, set1(given_scale(a.value_scales[head])));
+        }
+        return;
+    }
+    for (int64_t t = 0; t < next.count; t++) {
+        __builtin_prefetch(at_place<const float>(a.key_scales, next.tile[t], 1));
+        __builtin_prefetch(at_place<const float>(a.value_scales, next.tile[t], 1));
+    }
+    for (int64_t t = 0; t < block.count; t++) {
+        store(rows.key_scale + t * TILE_KEYS, load(at_place<const float>(a.key_scales, block.tile[t], 1)));
+        store(rows.value_scale + t * TILE_KEYS, load(at_place<const float>(a.value_scales, block.tile[t], 1)));
     }
 }
 
-// All blocks of up to MAX_ROWS query rows.
-template <class F> void attend_rows(const AttentionArgs& a, const Tiles& where, Rows<typename F::Row>& rows) {
-    typedef typename F::Row T;
-    const int64_t last = rows.position[rows.count - 1];
+// Scores and probabilities of the rows that see the block.
+template <class F>
+void add_scores(const AttentionArgs& a, const BlockTiles<typename F::Reader::Cell>& keys, int64_t block, bool first,
+                Rows<typename F::Row>& rows) {
+    const int64_t num_tiles = ceil_div(min_of(BLOCK_KEYS, rows.position[rows.count - 1] + 1 - block), TILE_KEYS);
+    for (int64_t t = 0; t < num_tiles; t += MAX_LANES) {
+        ScoreProduct<F> product{rows.q, rows.s, keys, rows.head_dim, t};
+        with_size(int(rows.count), int(min_of(MAX_LANES, num_tiles - t)), product);
+    }
+    for (int64_t r = 0; r < rows.count; r++) {
+        const int64_t visible = min_of(BLOCK_KEYS, rows.position[r] + 1 - block);
+        if (visible <= 0) continue;
+        if (first && block) merge(rows, r, block == a.kv_split);
+        if (visible == BLOCK_KEYS) soften<F, true>(rows, r, visible, a, first);
+        else soften<F, false>(rows, r, visible, a, first);
+    }
+}
+
+// All blocks of the query rows of `parts`, ascending rows of one sequence; a block that is decoded serves all of them.
+template <class F>
+void attend_rows(const AttentionArgs& a, const Tiles& where, Rows<typename F::Row>* parts, int64_t num_parts) {
+    const int64_t last = parts[num_parts - 1].position[parts[num_parts - 1].count - 1];
+    BlockPlaces current(where, 0, last);
     for (int64_t block = 0; block <= last; block += BLOCK_KEYS) {
         const bool first = block % a.kv_split == 0;
-        const T *key_tiles[4], *value_tiles[4];
-        const int64_t num_tiles = ceil_div(min_of(BLOCK_KEYS, last + 1 - block), TILE_KEYS);
-        find_tiles<F, true>(a, where, block, num_tiles, rows, key_tiles);
-        if (F::SCALED) load_scales(a, where, block, num_tiles, rows);
-        for (int64_t t = 0; t < num_tiles; t += MAX_LANES) {
-            ScoreProduct<T> product{rows.q, rows.s + t * TILE_KEYS, key_tiles + t, rows.head_dim};
-            with_size(int(rows.count), int(min_of(MAX_LANES, num_tiles - t)), product);
-        }
-        for (int64_t r = 0; r < rows.count; r++) {
-            const int64_t visible = min_of(BLOCK_KEYS, rows.position[r] + 1 - block);
-            if (visible <= 0) continue;
-            if (first && block) merge(rows, r, block == a.kv_split);
-            if (visible == BLOCK_KEYS) soften<F, true>(rows, r, visible, a, first);
-            else soften<F, false>(rows, r, visible, a, first);
-        }
-        find_tiles<F, false>(a, where, block, num_tiles, rows, value_tiles);
-        add_values<F>(rows, value_tiles, block, first);
+        const BlockPlaces next(where, block + BLOCK_KEYS, last);
+        const auto keys = find_tiles<F, true>(a.key_pages, current, next, *parts);
+        if (F::SCALED) load_scales(a, where.head, current, next, *parts);
+        for (int64_t i = 0; i < num_parts; i++) add_scores<F>(a, keys, block, first, parts[i]);
+        const auto values = find_tiles<F, false>(a.value_pages, current, next, *parts);
+        for (int64_t i = 0; i < num_parts; i++) add_values<F>(parts[i], values, block, first);
+        current = next;
     }
 }
 
@@ -266,53 +327,86 @@ template <class F> void take_query(Rows<typename F::Row>& rows, int64_t r, const
     }
 }
 
-// Rows `begin` to `end` of one sequence, all query heads of one KV head.
+// Query rows of one sequence and KV head: row i is query head i % group of the head's group, of token begin + i / group.
+struct QueryRows {
+    int64_t begin, group, kv_head;
+    int64_t token(int64_t i) const { return begin + i / group; }
+    int64_t head(int64_t i) const { return kv_head * group + i % group; }
+};
+
 template <class F>
-void attend_sequence(const AttentionArgs& a, int64_t kv_head, int64_t begin, int64_t end, Rows<typename F::Row>& rows) {
-    typedef typename F::Row T;
-    const int64_t D = a.head_dim, group = a.num_heads / a.num_kv_heads, total = (end - begin) * group;
-    const int64_t parts = ceil_div(total, MAX_ROWS);
-    const Tiles where{a.page_table + a.sequences[begin] * a.table_width, a.page_size, kv_head, a.num_kv_heads, D};
-    for (int64_t part = 0; part < parts; part++) {
-        const int64_t from = part * total / parts;
-        rows.count = (part + 1) * total / parts - from;
-        for (int64_t r = 0; r < rows.count; r++) {
-            const int64_t row = begin + (from + r) / group, head = kv_head * group + (from + r) % group;
-            rows.position[r] = a.positions[row];
-            take_query<F>(rows, r, static_cast<const T*>(a.q) + (row * a.num_heads + head) * D, a.pow2);
-        }
-        attend_rows<F>(a, where, rows);
-        for (int64_t r = 0; r < rows.count; r++) {
-            const int64_t row = begin + (from + r) / group, head = kv_head * group + (from + r) % group;
-            const int64_t span = rows.position[r] / a.kv_split, at = row * a.num_heads + head;
-            if (span) merge(rows, r, false);
-            const float *o = (span ? rows.merged : rows.o) + r * D, l = span ? rows.merged_l[r] : rows.l[r];
-            T* out = static_cast<T*>(a.out) + at * D;
-            for (int64_t d = 0; d < D; d += LANES) store(out + d, load(o + d) / set1(l));
-            if (a.lse) a.lse[at] = (span ? rows.merged_m[r] : rows.m[r]) + log_one(l);
-        }
+void take_queries(const AttentionArgs& a, const QueryRows& queries, int64_t from, int64_t end, Rows<typename F::Row>& rows) {
+    rows.count = end - from;
+    for (int64_t r = 0; r < rows.count; r++) {
+        const int64_t token = queries.token(from + r), at = token * a.num_heads + queries.head(from + r);
+        rows.position[r] = a.positions[token];
+        take_query<F>(rows, r, static_cast<const typename F::Row*>(a.q) + at * a.head_dim, a.pow2);
     }
 }
 
-// Tokens per item: whole tiles of MAX_ROWS query rows where the group allows, at most about three of them.
-int64_t tokens_per_item(int64_t group) {
-    int64_t tokens = ceil_div(2 * MAX_ROWS, group);
-    while (tokens * group % MAX_ROWS && tokens * group < 4 * MAX_ROWS) tokens++;
+template <class T> void put_results(const AttentionArgs& a, const QueryRows& queries, int64_t from, Rows<T>& rows) {
+    const int64_t D = a.head_dim;
+    for (int64_t r = 0; r < rows.count; r++) {
+        const int64_t at = queries.token(from + r) * a.num_heads + queries.head(from + r);
+        const int64_t span = rows.position[r] / a.kv_split;
+        if (span) merge(rows, r, false);
+        const float *o = (span ? rows.merged : rows.o) + r * D, l = span ? rows.merged_l[r] : rows.l[r];
+        T* out = static_cast<T*>(a.out) + at * D;
+        for (int64_t d = 0; d < D; d += LANES) store(out + d, load(o + d) / set1(l));
+        if (a.lse) a.lse[at] = (span ? rows.merged_m[r] : rows.m[r]) + log_one(l);
+    }
+}
+
+// Rows `begin` to `end` of one sequence, all query heads of one KV head. `parts`: PARTS of them.
+template <class F>
+void attend_sequence(const AttentionArgs& a, int64_t kv_head, int64_t begin, int64_t end, Rows<typename F::Row>* parts) {
+    const QueryRows queries{begin, a.num_heads / a.num_kv_heads, kv_head};
+    const int64_t total = (end - begin) * queries.group, num_parts = ceil_div(total, MAX_ROWS);
+    const Tiles where{a.page_table + a.sequences[begin] * a.table_width, a.page_size, kv_head, a.num_kv_heads,
+                      a.page_stride};
+    for (int64_t part = 0; part < num_parts; part += F::PARTS) {
+        const int64_t count = min_of(F::PARTS, num_parts - part);
+        for (int64_t i = 0; i < count; i++)
+            take_queries<F>(a, queries, (part + i) * total / num_parts, (part + i + 1) * total / num_parts, parts[i]);
+        if constexpr (F::DECODED) {
+            if (total <= IN_REGISTERS_ROWS) attend_rows<Streamed<F::MATH>>(a, where, parts, count);
+            else attend_rows<F>(a, where, parts, count);
+        } else {
+            attend_rows<F>(a, where, parts, count);
+        }
+        for (int64_t i = 0; i < count; i++) put_results(a, queries, (part + i) * total / num_parts, parts[i]);
+    }
+}
+
+// Tokens per item: whole tiles of MAX_ROWS query rows where the group allows, about `tiles` of them if that leaves each
+// thread some items. One where every row is of another sequence: nothing is shared then, and small items balance better.
+int64_t tokens_per_item(const AttentionArgs& a, int64_t tiles, int64_t threads) {
+    const int64_t group = a.num_heads / a.num_kv_heads;
+    int64_t runs = 1;
+    for (int64_t row = 1; row < a.rows; row++) runs += a.sequences[row] != a.sequences[row - 1];
+    if (runs == a.rows) return 1;
+    while (tiles > 2 && a.rows * a.num_heads < 4 * threads * tiles * MAX_ROWS) tiles /= 2;
+    int64_t tokens = ceil_div(tiles * MAX_ROWS, group);
+    while (tokens * group % MAX_ROWS && tokens * group < 2 * tiles * MAX_ROWS) tokens++;
     return tokens;
 }
 
 template <class F> void attend(const AttentionArgs& a, Team& team) {
-    Rows<typename F::Row> rows;
-    const int64_t bytes = rows.bytes(a.head_dim, F::SCALED);
-    rows.carve(static_cast<char*>(team.scratch_bytes(bytes)), a.head_dim, F::SCALED);
-    const int64_t tokens = tokens_per_item(a.num_heads / a.num_kv_heads), chunks = ceil_div(a.rows, tokens);
+    Rows<typename F::Row> parts[F::PARTS];
+    const int64_t bytes = parts->bytes(a.head_dim), block_bytes = F::SCALED ? parts->block_bytes(a.head_dim) : 0;
+    char* memory = static_cast<char*>(team.scratch_bytes(F::PARTS * bytes + block_bytes));
+    for (int64_t i = 0; i < F::PARTS; i++) {
+        parts[i].carve(memory + i * bytes, a.head_dim);
+        if (F::SCALED) parts[i].carve_block(memory + F::PARTS * bytes);
+    }
+    const int64_t tokens = tokens_per_item(a, max_of(2, F::PARTS), team.size), chunks = ceil_div(a.rows, tokens);
     for (int64_t item; (item = team.next(0)) < chunks * a.num_kv_heads;) {
         const int64_t kv_head = item / chunks, chunk = chunks - 1 - item % chunks;  // long rows first
         const int64_t end = min_of(a.rows, (chunk + 1) * tokens);
         for (int64_t begin = chunk * tokens; begin < end;) {
             int64_t stop = begin + 1;
             while (stop < end && a.sequences[stop] == a.sequences[begin]) stop++;
-            attend_sequence<F>(a, kv_head, begin, stop, rows);
+            attend_sequence<F>(a, kv_head, begin, stop, parts);
             begin = stop;
         }
     }

@@ -11,14 +11,16 @@ namespace zg {
 //   values: BF16 [8 key pairs][D][2 keys]    FP32 [16 keys][D]
 // FP8 pages hold a code per element in the same tiles, but two steps of BF16 side by side, so that 64 codes decode into
 // two steps at once (attention_codes.h).
-// A page holds [num_kv_heads][page_size / 16] tiles. What no key was written to may hold anything, NaN included.
+// A page holds [num_kv_heads][page_size / 16] tiles; page_stride bytes lie between what two KV heads of a page, or the
+// last and the first of two pages, have: keys, values and scales of a KV head may stand side by side. What no key was
+// written to may hold anything, NaN included.
 constexpr int TILE_KEYS = 16;
 constexpr int BLOCK_KEYS = 64;  // keys per softmax block, aligned to absolute position 0; rows of a gradient tile
 
 // How keys and values stand in pages, and the FP8 arithmetic that follows from it.
 enum KVFormat : int32_t {
     KV_DENSE = 0,       // the storage dtype
-    KV_PER_TOKEN = 1,   // E4M3 codes; scales FP32 [num_pages, num_kv_heads, page_size], written with the codes
+    KV_PER_TOKEN = 1,   // E4M3 codes; scales FP32 [page_size] per page and KV head, written with the codes
     KV_CALIBRATED = 2,  // E4M3 codes; scales FP32 [num_kv_heads], given
 };
 
@@ -31,6 +33,7 @@ struct KVWriteArgs {
     int64_t table_width;
     void *key_pages, *value_pages;
     float *key_scales, *value_scales;  // as `format` says: written, only read, or null
+    int64_t page_stride;
     int32_t num_kv_heads, head_dim, page_size, storage;
     int32_t format, pow2;              // KVFormat; scales are rounded up to powers of two
 };
@@ -53,6 +56,7 @@ struct AttentionArgs {
     int64_t table_width;
     const void *key_pages, *value_pages;
     const float *key_scales, *value_scales;
+    int64_t page_stride;
     void* out;   // [rows, num_heads * head_dim] storage dtype
     float* lse;  // [rows, num_heads] m + log(l), or null
     int32_t num_heads, num_kv_heads, head_dim, page_size, kv_split, storage;

@@ -7,7 +7,7 @@ namespace {
 // Calls write(tiles, source) for every row and KV head: the head's Tiles, and the element its row starts at in k and v.
 template <class Write> void over_rows(const KVWriteArgs& a, int64_t begin, int64_t end, Write&& write) {
     for (int64_t row = begin; row < end; row++) {
-        Tiles tiles{a.page_table + a.sequences[row] * a.table_width, a.page_size, 0, a.num_kv_heads, a.head_dim};
+        Tiles tiles{a.page_table + a.sequences[row] * a.table_width, a.page_size, 0, a.num_kv_heads, a.page_stride};
         for (tiles.head = 0; tiles.head < a.num_kv_heads; tiles.head++)
             write(tiles, int64_t(a.positions[row]), (row * a.num_kv_heads + tiles.head) * a.head_dim);
     }
@@ -17,10 +17,11 @@ template <class T> void write_dense(const KVWriteArgs& a, int64_t begin, int64_t
     constexpr int W = Step<T>::WIDTH;
     const int64_t D = a.head_dim;
     over_rows(a, begin, end, [&](const Tiles& tiles, int64_t position, int64_t source) {
-        const int64_t in_tile = position % TILE_KEYS, tile = tiles.offset(position - in_tile);
+        const int64_t in_tile = position % TILE_KEYS;
+        const Tiles::Place tile = tiles(position - in_tile);
         const T *k = static_cast<const T*>(a.k) + source, *v = static_cast<const T*>(a.v) + source;
-        T* keys = static_cast<T*>(a.key_pages) + tile + in_tile * W;
-        T* values = static_cast<T*>(a.value_pages) + tile + in_tile / W * D * W + in_tile % W;
+        T* keys = at_place<T>(a.key_pages, tile, D) + in_tile * W;
+        T* values = at_place<T>(a.value_pages, tile, D) + in_tile / W * D * W + in_tile % W;
         for (int64_t d = 0; d < D; d += W) memcpy(keys + d * TILE_KEYS, k + d, sizeof(T) * W);
         for (int64_t d = 0; d < D; d++) values[d * W] = v[d];
     });
@@ -29,15 +30,16 @@ template <class T> void write_dense(const KVWriteArgs& a, int64_t begin, int64_t
 // The scale of one row: its own, which is stored, or the given one of its KV head.
 float scale_of(const KVWriteArgs& a, const bf16* x, float* scales, const Tiles& tiles, int64_t position) {
     if (a.format == KV_CALIBRATED) return given_scale(scales[tiles.head]);
-    return scales[tiles.row(position)] = row_scale(x, a.head_dim, a.pow2);
+    return *at_place<float>(scales, tiles(position), 1) = row_scale(x, a.head_dim, a.pow2);
 }
 
 void write_codes(const KVWriteArgs& a, int64_t begin, int64_t end) {
     const int64_t D = a.head_dim;
     over_rows(a, begin, end, [&](const Tiles& tiles, int64_t position, int64_t source) {
-        const int64_t in_tile = position % TILE_KEYS, tile = tiles.offset(position - in_tile);
+        const int64_t in_tile = position % TILE_KEYS;
+        const Tiles::Place tile = tiles(position - in_tile);
         const bf16 *k = static_cast<const bf16*>(a.k) + source, *v = static_cast<const bf16*>(a.v) + source;
-        uint8_t *keys = static_cast<uint8_t*>(a.key_pages) + tile, *values = static_cast<uint8_t*>(a.value_pages) + tile;
+        uint8_t *keys = at_place<uint8_t>(a.key_pages, tile, D), *values = at_place<uint8_t>(a.value_pages, tile, D);
         const F16 key_scale = set1(scale_of(a, k, a.key_scales, tiles, position));
         const F16 value_scale = set1(scale_of(a, v, a.value_scales, tiles, position));
         for (int64_t d = 0; d < D; d += LANES) {

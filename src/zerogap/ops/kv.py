@@ -5,8 +5,8 @@ tokens; a tile of keys has its tokens side by side for every pair of head dimens
 tokens side by side for every head dimension (kernels/attention.h). A page size only says where tiles stand, so it
 cannot change a bit. Nothing is rounded: the step that writes and every later one read the same numbers.
 
-Keys, values and scales are views of one block of memory, in which what a KV head has in a page stands together: decoding
-jumps from page to page, and a jump costs more than the bytes that it leads to.
+Keys, values and scales are views of one block of memory, in which what a KV head has in a page stands together:
+decoding jumps from page to page, and a jump costs more than the bytes that it leads to.
 
 FP8 pages hold E4M3 codes in the same tiles, a byte per element, written once: every step, the writing one included,
 reads the codes, so both sides see the same rounded numbers. An element x of a row is the value code * scale with

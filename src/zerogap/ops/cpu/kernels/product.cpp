@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t BLOCK_ROWS = 96;     // rows of an item: their slice of x stays in the second-level cache
 constexpr int64_t LOW_ROWS = 16;       // no lower block for the threads' sake: each reads the panel anew
+constexpr int64_t STREAM_ROWS = 4;     // up to so many, memory and not arithmetic sets the pace
 constexpr int64_t CHUNK_STEPS = 1024;  // steps per visit of a panel: 256 KB, so that it stays there too
 
 struct Item {
@@ -69,9 +70,10 @@ template <typename T> struct Worker {
         return static_cast<const char*>(s.panels) + (it.panel * panel_size<T>(s.reduce) + k * PANEL) * bytes;
     }
     // The same element in the next item's panel, to prefetch, or null. In CONCATENATE the next item may lie in another
-    // segment; its panels are then shorter or longer, or of another type.
+    // segment; its panels are then shorter or longer, or of another type. With one low tile a panel is a plain stream
+    // that runs at the memory's pace: there the hardware prefetches better (by a quarter) than any instruction.
     const char* far_ahead(int64_t segment, int64_t k) const {
-        if (!ahead) return nullptr;
+        if (!ahead || item.rows <= STREAM_ROWS) return nullptr;
         if (plan.segments == 1) return panel(next, segment, k);
         const ProductSegment &s = plan.args.segment[segment], &n = plan.args.segment[next.segment];
         if (n.reduce != s.reduce || !n.panel_scales != !s.panel_scales) return nullptr;

@@ -265,6 +265,22 @@ def test_a_one_sided_rollout_is_counted_and_never_aborts():
     assert sampled.digests() == fresh.digests() and sampled.version == 1
 
 
+def test_a_calibrated_trainer_uses_its_own_scales_for_a_one_sided_rollout():
+    decoder = tiny_decoder("llama", pack_tokens=128, **CALIBRATED)
+    contract = preset("bf16", pack_tokens=128)
+    sampled = Decoder(decoder.spec, contract)
+    sampled.copy_from(decoder)
+    trainer = Trainer(decoder, rollout_identity=identity(contract))
+    batch = drawn(trainer, Engine(sampled))
+    with pytest.raises(ContractError, match="none are known"):
+        trainer.forward_backward(batch, PolicyLoss())
+    first = decoder.calibrate(PROMPTS)
+    for _ in range(2):
+        assert trainer.forward_backward(batch, PolicyLoss()).compared_tokens >= 0
+        trainer.optim_step()
+    assert decoder.kv_scales.name != first.name
+
+
 def test_a_one_sided_rollout_with_filters_is_refused():
     decoder = tiny_decoder("llama", "bf16")
     contract = preset("fp8")

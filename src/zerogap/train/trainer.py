@@ -301,9 +301,13 @@ class Trainer:
         return scales
 
     def _scales_of(self, samples: Sequence[Sample]) -> KVScales | None:
-        """The one KV scale set that a batch was drawn with; every update on it uses that set."""
+        """The one KV scale set that a batch was drawn with; every update on it uses that set. One-sided, the rollout's
+        set means nothing here, and the trainer's own of the moment is used."""
         if not self.decoder.calibrated:
             return None
+        if self.one_sided:
+            self.decoder.require_calibrated()
+            return self.decoder.kv_scales
         names = sorted({str(s.scale_set) for s in samples})
         if len(names) != 1:
             raise ContractError(f"the batch was drawn with {len(names)} KV scale sets ({', '.join(names)}): give one")

@@ -119,6 +119,20 @@ def test_contract_transposed_scales() -> None:
     assert_same_bits(dx, reference.product([operands], "chain"), "input gradient")
 
 
+@pytest.mark.parametrize("m", [1, 20])
+def test_contract_every_code(m: int) -> None:
+    """Each code stands for its value, both elements of a pair, decoded in registers or unpacked; NaN codes give NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2, 1).T.contiguous()  # [256, 2]
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=BF16).repeat(10, 1)[:m].contiguous()
+    ones = torch.ones(m, 1), torch.ones(2, 1)
+    number = (torch.arange(256) & 0x7F) != 0x7F
+    segment = cpu.Segment(x, reference.panels(codes), 256, x_scales=ones[0], panel_scales=ones[1])
+    (y,) = cpu.product([segment], "concatenate", fp32=True)
+    values = reference.grid(codes[:, 0].contiguous()).to(FP32) + 0.0  # sums start at +0
+    assert_same_bits(y[:, number].contiguous(), values[number].repeat(m, 1), "values of codes")
+    assert y[:, ~number].isnan().all()
+
+
 PACKS = [[0, 1], [0, 2, 3], [0, 128, 256], [0, 129, 130, 300], [0, 0, 257]]
 
 

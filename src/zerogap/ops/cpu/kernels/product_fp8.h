@@ -72,6 +72,32 @@ template <bool KEEP> struct Codes {
         }
     }
 };
+#elif defined(__AVX2__)
+// Sixteen codes, each in the high byte of a word, to BF16 grid values. A normal number's bits move by four places and
+// take the other bias; zero and subnormals are looked up by their three bits, low and high byte; NaN has a code.
+static inline __m256i grid_words(__m256i codes) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+        0, 0, int8_t(0x80), int8_t(0xc0), 0, 0x20, 0x40, 0x60, 0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c));
+    const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi16(0x7f00));
+    const __m256i normal = _mm256_add_epi16(_mm256_srli_epi16(magnitude, 4), _mm256_set1_epi16(120 << 7));
+    const __m256i places = _mm256_or_si256(_mm256_srli_epi16(magnitude, 8), magnitude);
+    const __m256i small = _mm256_shuffle_epi8(table, _mm256_or_si256(places, _mm256_set1_epi16(0x0800)));
+    __m256i value = _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi16(_mm256_set1_epi16(0x0800), magnitude));
+    const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f00));
+    value = _mm256_blendv_epi8(value, _mm256_set1_epi16(0x7fc0), nan);
+    return _mm256_or_si256(value, _mm256_andnot_si256(_mm256_set1_epi16(0x7fff), codes));
+}
+// `steps` steps of codes to BF16 pairs as a BF16 panel holds them.
+static inline void unpack_codes(const uint8_t* codes, int64_t steps, bf16* out) {
+    const __m256i none = _mm256_setzero_si256();
+    for (int64_t s = 0; s < steps; s++, out += 2 * PANEL)
+        for (int g = 0; g < PANEL / 8; g += 2, codes += 32) {  // eight columns of two vectors
+            const __m256i bytes = _mm256_loadu_si256((const __m256i*)codes);
+            bf16* at = out + (g / 4 * 2 * LANES + g % 4 * 4) * 2;
+            _mm256_storeu_si256((__m256i*)at, grid_words(_mm256_unpacklo_epi8(none, bytes)));
+            _mm256_storeu_si256((__m256i*)(at + 2 * LANES), grid_words(_mm256_unpackhi_epi8(none, bytes)));
+        }
+}
 #else
 // `steps` steps of codes to BF16 pairs as a BF16 panel holds them.
 static inline void unpack_codes(const uint8_t* codes, int64_t steps, bf16* out) {

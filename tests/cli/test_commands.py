@@ -85,6 +85,14 @@ def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path):
         assert name in str(done.exception)
 
 
+@pytest.mark.parametrize("command", ["audit", "verify", "inspect"])
+def test_a_results_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_path):
+    for place, words in ((tmp_path / "absent" / "facts.json", "no folder"), (tmp_path, "it is a folder")):
+        done = CliRunner().invoke(app, [command, "no model or run", "--json", str(place)])
+        assert isinstance(done.exception, ConfigError), done.exception
+        assert "--json" in str(done.exception) and words in str(done.exception)
+
+
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "model")

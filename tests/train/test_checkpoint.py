@@ -1,8 +1,11 @@
-"""The list of quantised tensors travels with checkpoints; one that differs is refused by its first tensor."""
+"""The list of quantised tensors and the KV scales travel with checkpoints; what differs, is missing or is something
+else is refused by name, and nothing of it is put in place."""
 
 import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import tiny_decoder
 from zerogap.errors import CheckpointError, ContractError
@@ -45,3 +48,84 @@ def test_another_list_is_refused(tmp_path, change, error, message):
     with pytest.raises(error, match=message):
         load_checkpoint(file.parent, trainer)
     assert trainer.decoder.digests() == before
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    trainer = Trainer(tiny_decoder(numerics="fp8-kv", kv_scale="calibrated"))
+    trainer.decoder.calibrate([[1, 2, 3]])
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, calibrated):
+    return save_checkpoint(tmp_path_factory.mktemp("saved"), 1, calibrated, {})
+
+
+@pytest.fixture
+def checkpoint(tmp_path, saved):
+    """A copy of the calibrated trainer's checkpoint, to be damaged."""
+    return shutil.copytree(saved, tmp_path / saved.name)
+
+
+def changed(facts, name, value):
+    """`facts` with one of them replaced, or left out where the value is None."""
+    return {key: value if key == name else old for key, old in facts.items() if key != name or value is not None}
+
+
+@pytest.mark.parametrize("value", [None, "x", [1]])
+@pytest.mark.parametrize("name", ["step", "updates", "version", "trainable", "numerics", "digests", "extra"])
+def test_a_fact_that_is_missing_or_something_else_is_named(checkpoint, calibrated, name, value):
+    file = checkpoint / "state.json"
+    before = calibrated.decoder.digests()
+    file.write_text(json.dumps(changed(json.loads(file.read_text()), name, value)))
+    words = "trains 1 tensors" if (name, value) == ("trainable", [1]) else f"checkpoint-1: state.json has {name} = "
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(file.parent, calibrated)
+    assert calibrated.decoder.digests() == before
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"null", b"\xff\xfe", b""])
+def test_a_state_that_is_no_mapping_is_refused(checkpoint, calibrated, content):
+    file = checkpoint / "state.json"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="checkpoint-1"):
+        load_checkpoint(file.parent, calibrated)
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (None, "state.json holds none"),
+        ("x", "state.json holds none"),
+        ([[[1.0], [1.0]]], r"\(1, 2, 1\), this model needs \(2, 2, 2\)"),
+        ([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, -1.0]]], "positive numbers"),
+        ([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]]], "kv_scales has digest"),
+    ],
+)
+def test_kv_scales_that_are_missing_or_others_are_refused(checkpoint, calibrated, scales, message):
+    file = checkpoint / "state.json"
+    facts, own = json.loads(file.read_text()), calibrated.decoder.kv_scales
+    file.write_text(json.dumps(changed(facts, "kv_scales", scales)))
+    with pytest.raises(CheckpointError, match=f"checkpoint-1: .*{message}"):
+        load_checkpoint(file.parent, calibrated)
+    calibrated.decoder.set_kv_scales(own)
+
+
+def test_every_digest_must_be_there(checkpoint, calibrated):
+    file = checkpoint / "state.json"
+    facts = json.loads(file.read_text())
+    del facts["digests"]["kv_scales"]
+    file.write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match=r"kv_scales has digest .* says None"):
+        load_checkpoint(file.parent, calibrated)
+
+
+def test_a_moment_of_another_shape_is_refused_and_not_spread(checkpoint, calibrated):
+    file = checkpoint / "trainer.safetensors"
+    tensors = load_file(file)
+    tensors["first/model.embed_tokens.weight"] = tensors["first/model.embed_tokens.weight"][:1] + 1.0
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="tensors differ from those of this run's optimizer"):
+        load_checkpoint(file.parent, calibrated)
+    assert not calibrated.optimizer.state()["first/model.embed_tokens.weight"].any()

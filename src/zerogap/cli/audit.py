@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from zerogap.cli.json_option import require_writable
+
 if TYPE_CHECKING:
     from zerogap.verify.audit import AuditResult
 
@@ -32,6 +34,7 @@ def audit(
     """
     from zerogap.verify.audit import AuditSettings, audit_run
 
+    require_writable(json_file)
     console = Console()
     chosen = parse_steps(steps) if steps is not None else None
     with console.status("recomputing log-probs") if console.is_terminal else contextlib.nullcontext() as status:

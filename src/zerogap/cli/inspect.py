@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from zerogap.cli.json_option import require_writable
 from zerogap.cli.numerics_option import NUMERICS_HELP, contract_from
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def inspect(
     from zerogap.models.inventory import inventory
     from zerogap.weights import open_model
 
+    require_writable(json_file)
     contract = contract_from(numerics)
     files = open_model(model)
     forms = inventory(files.spec, contract)

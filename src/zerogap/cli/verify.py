@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from zerogap.cli.json_option import require_writable
 from zerogap.cli.numerics_option import NUMERICS_HELP, contract_from
 
 # Real text for models that come with a tokenizer; models without one are verified on random ids alone.
@@ -46,6 +47,7 @@ def verify(
         return
     if model is None:
         raise typer.BadParameter("give a model folder, hub id or .gguf file", param_hint="MODEL")
+    require_writable(json_file)
     facts = _run(console, model, numerics, inject, threads)
     if json_file is not None:
         json_file.write_text(json.dumps(facts, indent=1) + "\n")

@@ -21,7 +21,7 @@ from pydantic import Field
 from zerogap.config.correction import CorrectionConfig
 from zerogap.config.section import Count, Fraction01, NonNegative, Positive, Section
 from zerogap.errors import ConfigError
-from zerogap.numerics import Numerics, preset
+from zerogap.numerics import PRESETS, Numerics, preset
 
 
 def _as_tuple(value: object) -> object:
@@ -265,9 +265,17 @@ def contract_of(asked: str | dict[str, Any]) -> Numerics:
     """
     fields: dict[str, Any] = {"preset": asked} if isinstance(asked, str) else dict(asked)
     name, kept = fields.pop("preset", "bf16"), fields.pop("bf16_layers", {})
+    if not isinstance(name, str):
+        raise ConfigError("numerics.preset", name, f"choose one of {', '.join(PRESETS)}")
+    if "name" in fields:
+        raise ConfigError("numerics.name", fields["name"], "leave it out: a contract has its preset's name")
     if not isinstance(kept, dict) or set(kept) - {"first", "last", "tensors"}:
         raise ConfigError("numerics.bf16_layers", kept, "give first, last (layers) or tensors (patterns)")
-    return preset(name, **fields, **{f"bf16_{key}": value for key, value in kept.items()})
+    short = {f"bf16_{key}": value for key, value in kept.items()}
+    for key in short:
+        if key in fields:
+            raise ConfigError(f"numerics.{key}", fields[key], "bf16_layers says it, too: give it once")
+    return preset(name, **fields, **short)
 
 
 class RunConfig(Section):
@@ -341,7 +349,12 @@ class RunConfig(Section):
 
     def rollout_contract(self) -> Numerics:
         """The contract of the rollout: that of training, or the one that `rollout.numerics` asks for."""
-        return self.contract() if self.rollout.numerics is None else contract_of(self.rollout.numerics)
+        if self.rollout.numerics is None:
+            return self.contract()
+        try:
+            return contract_of(self.rollout.numerics)
+        except ConfigError as error:
+            raise ConfigError(f"rollout.{error.key}", error.value, error.mend) from None
 
     @property
     def one_sided(self) -> bool:

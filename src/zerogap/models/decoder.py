@@ -225,7 +225,12 @@ class Decoder:
 
         Until there is one, its scales are NaN, so nothing finite can come of them.
         """
-        return self._layers_of([self.codec().allocate(num_pages, page_size) for _ in self.blocks], self._live_scales)
+        return self.bind_kv([self.codec().allocate(num_pages, page_size) for _ in self.blocks])
+
+    def bind_kv(self, layers: Sequence[LayerKV]) -> list[LayerKV]:
+        """The same pages, one `LayerKV` per layer; with calibrated scales they read this decoder's set of the moment,
+        whichever decoder's they read before."""
+        return self._layers_of(list(layers), self._live_scales)
 
     def scratch_kv(
         self, pages: LayerKV, scales: KVScales | None = None, calibration: Calibration | None = None

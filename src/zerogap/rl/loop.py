@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zerogap.config import RunConfig
-from zerogap.errors import ZerogapError
+from zerogap.errors import CheckpointError, ZerogapError
 from zerogap.moments import Moments, pool
 from zerogap.rl import setup
 from zerogap.rl.advantage import Advantages, build_batch, group_advantages
@@ -111,8 +111,11 @@ class Run:
 
     def _resume(self, checkpoint: Path) -> None:
         facts = load_checkpoint(checkpoint, self.trainer)
-        require_same_run(self.config, facts["extra"]["config"], checkpoint)
-        self.step, self.num_tokens = facts["step"], facts["extra"]["num_tokens"]
+        extra = facts["extra"]
+        if not isinstance(extra.get("config"), dict) or not isinstance(extra.get("num_tokens"), int):
+            raise CheckpointError(f"{checkpoint}: state.json does not say of which run it is (extra.config)")
+        require_same_run(self.config, extra["config"], checkpoint)
+        self.step, self.num_tokens = facts["step"], extra["num_tokens"]
 
     # ---- the run
 

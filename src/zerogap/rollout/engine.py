@@ -225,7 +225,8 @@ class Engine:
         if decoder.spec != self.decoder.spec or decoder.max_positions < self._limits.max_positions:
             raise ConfigError("update_weights", decoder.spec, "give a decoder of the same model and positions")
         if decoder is not self.decoder:
-            self.decoder, self._program = decoder, None  # a program points at the weights it was recorded with
+            # A program points at the weights it was recorded with, pages at the scales that they are read with.
+            self.decoder, self._program, self._cache = decoder, None, self._cache.serving(decoder)
         self._take_version()
 
     @torch.no_grad()

@@ -45,6 +45,10 @@ class KVCache:
             )
         return cls(decoder.new_kv(num_pages, page_size), num_pages, page_size, page_bytes)
 
+    def serving(self, decoder: Decoder) -> "KVCache":
+        """The same pages for another decoder of the same model and contract, whose scales they read from now on."""
+        return dataclasses.replace(self, layers=decoder.bind_kv(self.layers))
+
     def require_room(self, num_tokens: int, what: str) -> None:
         """Raise `CapacityError` unless a sequence of `num_tokens` cached tokens fits when it is alone."""
         needed = -(-num_tokens // self.page_size)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from zerogap.errors import CheckpointError
+from zerogap.models.decoder import Decoder
 from zerogap.models.inventory import require_same_list
 from zerogap.numerics import Numerics, require_equal
 from zerogap.ops.kv_scales import KVScales
@@ -24,6 +25,11 @@ from zerogap.weights.whole_folder import replace_folder
 
 FORMAT = 1
 PREFIX = "checkpoint-"
+_FACTS = {
+    **dict.fromkeys(("step", "updates", "version"), int),
+    **dict.fromkeys(("numerics", "digests", "extra"), dict),
+    "trainable": list,
+}  # of state.json, besides those that have checks of their own
 
 
 def save_checkpoint(root: Path, step: int, trainer: Trainer, extra: Mapping[str, Any], keep: int = 2) -> Path:
@@ -63,21 +69,51 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     try:
         facts = json.loads((path / "state.json").read_text())
         tensors = load_file(path / "trainer.safetensors")
-    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole checkpoint ({error})") from error
-    if facts.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {facts.get('format')!r}, this build reads {FORMAT}")
+    _check_facts(path, facts)
     require_equal(trainer.decoder.numerics, Numerics.from_fields(facts["numerics"]), str(path))
     require_same_list(trainer.decoder.quantised(), facts.get("quantised"), str(path))
     if facts["trainable"] != trainer.trainable:
         raise CheckpointError(f"{path}: trains {len(facts['trainable'])} tensors, this run {len(trainer.trainable)}")
-    if set(tensors) != set(trainer.optimizer.state()):
+    needed = {name: (tensor.dtype, tensor.shape) for name, tensor in trainer.optimizer.state().items()}
+    if {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} != needed:
         raise CheckpointError(f"{path}: tensors differ from those of this run's optimizer")
-    scales = facts.get("kv_scales")
-    kv_scales = None if scales is None else KVScales.from_list(scales)
+    kv_scales = _kv_scales(path, facts.get("kv_scales"), trainer.decoder)
     trainer.load_state(tensors, facts["updates"], facts["version"], kv_scales)
-    ours = trainer.decoder.digests()
-    for name, digest in facts["digests"].items():
-        if ours.get(name) != digest:
-            raise CheckpointError(f"{path}: {name} has digest {ours.get(name)}, the checkpoint says {digest}")
+    ours, stored = trainer.decoder.digests(), facts["digests"]
+    for name in sorted({*ours, *stored}):
+        if ours.get(name) != stored.get(name):
+            raise CheckpointError(f"{path}: {name} has digest {ours.get(name)}, the checkpoint says {stored.get(name)}")
     return facts
+
+
+def _check_facts(path: Path, facts: object) -> None:
+    """Raise `CheckpointError` unless `state.json` holds a mapping with every fact that `load_checkpoint` needs."""
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{path}: state.json holds a {type(facts).__name__}, not a mapping")
+    if facts.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {facts.get('format')!r}, this build reads {FORMAT}")
+    for name, kind in _FACTS.items():
+        if type(facts.get(name)) is not kind:
+            raise CheckpointError(f"{path}: state.json has {name} = {facts.get(name)!r:.40}, not a {kind.__name__}")
+
+
+def _kv_scales(path: Path, stored: object, decoder: Decoder) -> KVScales | None:
+    """The scale set of a checkpoint, if the contract has one.
+
+    Raises:
+        CheckpointError: it is missing, no table of numbers, or another model's; names the file.
+    """
+    if not decoder.calibrated:
+        return None
+    if not isinstance(stored, list):
+        raise CheckpointError(f"{path}: the contract calibrates the KV cache's scales, and state.json holds none")
+    try:
+        scales = KVScales.from_list(stored)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    needed = (decoder.spec.num_layers, 2, decoder.spec.num_kv_heads)
+    if scales.values.shape != needed:
+        raise CheckpointError(f"{path}: KV scales are {tuple(scales.values.shape)}, this model needs {needed}")
+    return scales

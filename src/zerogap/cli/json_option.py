@@ -1,0 +1,25 @@
+"""The `--json FILE` option of several commands: refused before the work whose results it would lose."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def require_writable(path: Path | None) -> None:
+    """Check where results will be written; None: nowhere.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from zerogap.errors import ConfigError
+
+    if path is None:
+        return
+    place = path.absolute().parent
+    if not place.is_dir():
+        raise ConfigError("--json", str(path), f"there is no folder {place}: make it, or name another file")
+    if path.is_dir():
+        raise ConfigError("--json", str(path), "it is a folder; name a file")
+    if not os.access(path if path.exists() else place, os.W_OK):
+        raise ConfigError("--json", str(path), "it may not be written; name another file")

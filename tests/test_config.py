@@ -11,7 +11,7 @@ import yaml
 
 from zerogap.config import RunConfig, apply_overrides, iter_fields, load_config
 from zerogap.errors import ConfigError
-from zerogap.numerics import DType, Numerics, names_tensor
+from zerogap.numerics import DType, Numerics, names_tensor, preset
 
 MINIMAL = {"model": "m", "data": {"train": "multiplication"}, "optimizer": {"max_steps": 10}}
 
@@ -84,6 +84,16 @@ def test_a_correction_needs_a_rollout_that_differs():
 def test_one_sided_rollouts_and_filters_are_refused_together(given):
     with pytest.raises(ConfigError, match=r"rollout\.numerics = 'fp8': switch rollout"):
         load_config(MINIMAL, ["rollout.numerics=fp8", given])
+
+
+def test_single_fields_of_either_contract_can_be_overridden():
+    fields = {"numerics": "fp8", "rollout": {"numerics": "fp8-kv"}}
+    given = ["kv_scale=calibrated", "bf16_layers.first=1"]
+    config = load_config(
+        MINIMAL | fields, ["numerics.linear_grad=bf16", *[f"rollout.numerics.{word}" for word in given]]
+    )
+    assert config.contract() == preset("fp8", linear_grad="bf16")
+    assert config.rollout_contract() == preset("fp8-kv", kv_scale="calibrated", bf16_first=1)
 
 
 def test_round_trip_and_frozen():

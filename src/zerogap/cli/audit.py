@@ -82,7 +82,9 @@ def print_result(console: Console, run: Path, result: AuditResult) -> None:
             console.print(f"[red]{where}: {len(weights.changed)} digests differ[/]: {names}", highlight=False)
         else:
             console.print(f"{where}: {weights.tensors} digests equal", highlight=False)
-    table = Table("step", "version", "tokens", "trainer", "engine", "redrawn", "", title=f"Audit of {run}: differences")
+    table = Table(
+        "step", "version", "tokens", "trainer", "engine", "redrawn", "", title=f"Audit of {run}: differing log-probs"
+    )
     for done in result.steps:
         counts = (done.trainer, done.engine, done.redrawn)
         cells = [f"[red]{count:,}[/]" if count else "0" for count in counts]

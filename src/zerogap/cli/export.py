@@ -12,7 +12,7 @@ FORMATS = ("fp32", "bf16", "fp8")
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="A model folder, hub id or .gguf file.")],
+    model: Annotated[str, typer.Argument(help="A model folder, hub id or .gguf file, or smollm2-135m-instruct.")],
     folder: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
     weights: Annotated[
         str | None,
@@ -35,7 +35,9 @@ def export(
 ) -> None:
     """Write MODEL to FOLDER: weights as the contract publishes them, config, tokenizer, chat template.
 
-    What is written is what engine and trainer compute with, so log-probs of the exported model are the same bits.
+    What is written is what engine and trainer compute with, so under that contract log-probs of the exported model are
+    the same bits. Two exceptions: the codes of a block-FP8 MODEL are kept under --format fp8 only, and calibrated KV
+    scales are not written.
     """
     from zerogap.models.decoder import Decoder
     from zerogap.numerics import DType

@@ -10,7 +10,9 @@ from zerogap.cli.numerics_option import NUMERICS_HELP, contract_from
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A model folder, hub id or .gguf file with a tokenizer.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder or .gguf file with a tokenizer, hub id, or smollm2-135m-instruct.")
+    ],
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,

@@ -21,7 +21,10 @@ TEXTS = (
 
 def verify(
     model: Annotated[
-        str | None, typer.Argument(help="A model folder, hub id or .gguf file. A folder without a tokenizer is fine.")
+        str | None,
+        typer.Argument(
+            help="A model folder (a tokenizer is not needed), hub id, .gguf file, or smollm2-135m-instruct."
+        ),
     ] = None,
     numerics: Annotated[str, typer.Option(help=NUMERICS_HELP)] = "bf16",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,

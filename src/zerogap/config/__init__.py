@@ -289,7 +289,7 @@ class RunConfig(Section):
         default="bf16",
         description="a preset (`fp32`, `bf16`; `fp8`: linear layers; `fp8-kv`: linear layers, KV cache and attention), "
         "or {preset: NAME, field: value} to replace single fields, such as kv_scale: calibrated, scale_format: pow2, "
-        "bf16_layers: {first: 1, last: 1}",
+        "bf16_layers: {first: 1, last: 1}; docs/numerics.md lists all fields",
     )
     data: DataConfig
     reward: RewardConfig = RewardConfig()
@@ -407,7 +407,8 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         *sections, leaf = path.split(".")
         node = tree
         for depth, name in enumerate(sections):
-            if name == "numerics" and depth == 0 and not isinstance(node.get(name, {}), dict):
+            contract = sections[: depth + 1] in (["numerics"], ["rollout", "numerics"])
+            if contract and isinstance(node.get(name), str):
                 node[name] = {"preset": node[name]}
             node = node.setdefault(name, {})
             if not isinstance(node, dict):

@@ -90,11 +90,6 @@ class Calibration:
         self.amax = torch.zeros((num_layers, 2, num_kv_heads))
         self.seconds = 0.0
 
-    @property
-    def observed(self) -> bool:
-        """True if a forward pass was seen."""
-        return bool((self.amax > 0).any())
-
     def layer(self, index: int) -> "LayerCalibration":
         """What attention of one layer raises."""
         return LayerCalibration(self, index)

@@ -178,7 +178,10 @@ COMPLETIONS = (
 
 GAP = (
     Metric("one_sided", "1 where the rollout has a contract of its own, so that the run is not exact; else 0"),
-    Metric("bit_wise/compared_tokens", "drawn at the trainer's own weight version, so that bits must be equal"),
+    Metric(
+        "bit_wise/compared_tokens",
+        "drawn at the trainer's own weight version, so that bits must be equal (in a one-sided run they are not)",
+    ),
     Metric("bit_wise/mismatched_tokens", "those whose FP32 log-prob differs in any bit"),
     Metric("bit_wise/ratio_tokens_different/mean", "share of live compared tokens that differ in any bit"),
     Metric("bit_wise/logprob_diff/mean", "mean of abs(d)"),

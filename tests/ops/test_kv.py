@@ -129,6 +129,18 @@ def test_amax_is_the_largest_magnitude(shape: tuple[int, int, int], dtype: torch
             assert_same_bits(amax, want, f"{threads} threads, cuts {cuts}")
 
 
+def test_amax_sees_every_row() -> None:
+    """One large element, at any row and column, is the answer of its head and of no other."""
+    heads, dim = 8, 128
+    for row in (*range(20), 63, 64, 65, 127, 128, 498, 499):
+        k = torch.full((500, heads * dim), 0.5).bfloat16()
+        head, column = row % heads, (row * 37) % dim
+        k[row, head * dim + column] = -3.0
+        amax = torch.zeros(heads)
+        kv_amax(k, amax)
+        assert amax.tolist() == [3.0 if h == head else 0.5 for h in range(heads)], f"row {row}"
+
+
 @pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
 def test_amax_hides_nothing(bad: float) -> None:
     k = unit_values((300, 2 * 64), torch.bfloat16, 8)

@@ -42,12 +42,6 @@ template <class T> struct Rows {
     static int64_t block_bytes(int64_t D) { return BLOCK_KEYS * (2 * D + 8); }
 };
 
-// The tiles of one block of keys or values, and how far away those of the next block are.
-template <class Cell> struct BlockTiles {
-    const Cell* tile[4];
-    int64_t ahead[4];
-};
-
 // s[r][16 t + lane] = dot(q[r], key): one chain over steps of the head dimension, ascending, from +0.
 template <class F> struct ScoreProduct {
     typedef typename F::Row T;
@@ -58,14 +52,8 @@ template <class F> struct ScoreProduct {
     int64_t head_dim, begin;
     template <int ROWS, int COLS> void call() {
         F16 acc[ROWS][COLS];
-        const typename Reader::Cell* b[COLS];
-        int64_t ahead[COLS];
-        for (int c = 0; c < COLS; c++) {
-            b[c] = tiles.tile[begin + c];
-            ahead[c] = tiles.ahead[begin + c];
-            for (int r = 0; r < ROWS; r++) acc[r][c] = zero();
-        }
-        Reader::template run<ROWS, COLS>(acc, head_dim / Step<T>::WIDTH, q, head_dim, b, Reader::key_stride(), ahead);
+        clear(acc);
+        Reader::template keys<ROWS, COLS>(acc, q, head_dim, tiles, begin);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
@@ -89,18 +77,8 @@ template <class F> struct ValueProduct {
     template <int ROWS, int COLS> void call() {
         constexpr int W = Step<T>::WIDTH;
         F16 acc[ROWS][COLS];
-        for (int c = 0; c < COLS; c++)
-            for (int r = 0; r < ROWS; r++) acc[r][c] = zero();
-        for (int64_t key = 0; key < keys / W * W; key += TILE_KEYS) {
-            const typename Reader::Cell* b[COLS];
-            int64_t ahead[COLS];
-            for (int c = 0; c < COLS; c++) {
-                b[c] = tiles.tile[key / TILE_KEYS] + Reader::column(column + c * LANES);
-                ahead[c] = tiles.ahead[key / TILE_KEYS];
-            }
-            Reader::template run<ROWS, COLS>(acc, min_of(keys - key, TILE_KEYS) / W, p + key, BLOCK_KEYS, b,
-                                             Reader::value_stride(head_dim), ahead);
-        }
+        clear(acc);
+        Reader::template values<ROWS, COLS>(acc, p, keys / W, head_dim, tiles, column);
         if (keys % W) {
             const T* b[COLS];
             for (int c = 0; c < COLS; c++) b[c] = last + (column + c * LANES) * W;

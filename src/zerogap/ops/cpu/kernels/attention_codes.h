@@ -89,19 +89,30 @@ static inline void quantise_row(const bf16* x, int64_t head_dim, float scale, bf
     for (int64_t d = 0; d < head_dim; d += LANES) store(grid + d, round_e4m3(unscaled(load(x + d), set1(scale))));
 }
 
-// How products read tiles. A unit is one step (InPlace) or a group of two (InRegisters); steps follow each other at
-// key_stride or value_stride Cells, and column(c) is where column c of a step of values begins. `ahead`: bytes from a tile
-// to the one that is read a block later, which is fetched meanwhile.
+// The tiles of one block of keys or values, and how many bytes further those of the next block are, which is fetched
+// meanwhile.
+template <class Cell> struct BlockTiles {
+    const Cell* tile[4];
+    int64_t ahead[4];
+};
+
+// Written out, so that accumulators are born in registers.
+template <int ROWS, int COLS> static inline __attribute__((always_inline)) void clear(F16 (&acc)[ROWS][COLS]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLS; c++) acc[r][c] = zero();
+}
+
+// How products read tiles: `keys` adds q times the keys of tiles `begin` on, `values` p times the first `steps` steps of
+// the block's values, columns from `column` on. A chain takes steps in ascending order.
 template <class T> struct InPlace {
     typedef T Cell;
-    static int64_t key_stride() { return TILE_KEYS * Step<T>::WIDTH; }
-    static int64_t value_stride(int64_t head_dim) { return head_dim * Step<T>::WIDTH; }
-    static int64_t column(int64_t c) { return c * Step<T>::WIDTH; }
+    static constexpr int64_t W = Step<T>::WIDTH;
     template <int ROWS, int COLS>
     static inline __attribute__((always_inline)) void run(F16 (&acc)[ROWS][COLS], int64_t steps, const T* a,
                                                          int64_t a_stride, const T* const (&b)[COLS], int64_t stride,
                                                          const int64_t (&ahead)[COLS]) {
-        constexpr int W = Step<T>::WIDTH;
         for (int64_t s = 0; s < steps; s++) {
             typename Step<T>::Lanes lanes[COLS];
 #pragma GCC unroll 8
@@ -118,38 +129,83 @@ template <class T> struct InPlace {
             }
         }
     }
+    template <int ROWS, int COLS>
+    static inline __attribute__((always_inline)) void keys(F16 (&acc)[ROWS][COLS], const T* q, int64_t head_dim,
+                                                          const BlockTiles<T>& tiles, int64_t begin) {
+        const T* b[COLS];
+        int64_t ahead[COLS];
+#pragma GCC unroll 8
+        for (int c = 0; c < COLS; c++) b[c] = tiles.tile[begin + c], ahead[c] = tiles.ahead[begin + c];
+        run<ROWS, COLS>(acc, head_dim / W, q, head_dim, b, TILE_KEYS * W, ahead);
+    }
+    template <int ROWS, int COLS>
+    static inline __attribute__((always_inline)) void values(F16 (&acc)[ROWS][COLS], const T* p, int64_t steps,
+                                                            int64_t head_dim, const BlockTiles<T>& tiles, int64_t column) {
+        constexpr int64_t tile_steps = TILE_KEYS / W;
+        for (int64_t s = 0, t = 0; s < steps; s += tile_steps, t++) {
+            const T* b[COLS];
+            int64_t ahead[COLS];
+#pragma GCC unroll 8
+            for (int c = 0; c < COLS; c++) b[c] = tiles.tile[t] + (column + c * LANES) * W, ahead[c] = tiles.ahead[t];
+            run<ROWS, COLS>(acc, min_of(steps - s, tile_steps), p + s * W, BLOCK_KEYS, b, head_dim * W, ahead);
+        }
+    }
 };
 
 #if defined(__AVX512VBMI__)
 struct InRegisters {
     typedef uint8_t Cell;
-    static int64_t key_stride() { return GROUP; }
-    static int64_t value_stride(int64_t head_dim) { return 4 * head_dim; }
-    static int64_t column(int64_t c) { return c / LANES * GROUP; }
-    template <int ROWS, int COLS>
-    static inline __attribute__((always_inline)) void run(F16 (&acc)[ROWS][COLS], int64_t steps, const bf16* a,
+    // Two steps (BOTH) or the first of a group for every column.
+    template <int ROWS, int COLS, bool BOTH>
+    static inline __attribute__((always_inline)) void add(F16 (&acc)[ROWS][COLS], const Decoder& decoder, const bf16* a,
                                                          int64_t a_stride, const uint8_t* const (&b)[COLS],
-                                                         int64_t stride, const int64_t (&ahead)[COLS]) {
-        const Decoder decoder = GroupDecoder::shared().decoder;
-        for (int64_t s = 0; s < steps; s += 2) {
-            const bool both = s + 1 < steps;
+                                                         const int64_t (&ahead)[COLS]) {
 #pragma GCC unroll 8
-            for (int c = 0; c < COLS; c++) {
-                const uint8_t* from = b[c] + s / 2 * stride;
-                __builtin_prefetch(from + ahead[c], 0, 2);
-                P16 low, high;
-                decoder.pair(load_pairs(reinterpret_cast<const bf16*>(from)), low, high);
+        for (int c = 0; c < COLS; c++) {
+            __builtin_prefetch(b[c] + ahead[c], 0, 2);
+            P16 low, high;
+            decoder.pair(_mm512_loadu_si512(b[c]), low, high);
 #pragma GCC unroll 8
-                for (int r = 0; r < ROWS; r++) {
-                    const bf16* word = a + r * a_stride + s * 2;
-                    acc[r][c] = dot_pairs(acc[r][c], set1_pair(word), low);
-                    if (both) acc[r][c] = dot_pairs(acc[r][c], set1_pair(word + 2), high);
-                }
+            for (int r = 0; r < ROWS; r++) {
+                acc[r][c] = dot_pairs(acc[r][c], set1_pair(a + r * a_stride), low);
+                if (BOTH) acc[r][c] = dot_pairs(acc[r][c], set1_pair(a + r * a_stride + 2), high);
             }
         }
     }
+    template <int ROWS, int COLS>
+    static inline __attribute__((always_inline)) void keys(F16 (&acc)[ROWS][COLS], const bf16* q, int64_t head_dim,
+                                                          const BlockTiles<uint8_t>& tiles, int64_t begin) {
+        const Decoder decoder = GroupDecoder::shared().decoder;
+        const uint8_t* b[COLS];
+        int64_t ahead[COLS];
+#pragma GCC unroll 8
+        for (int c = 0; c < COLS; c++) b[c] = tiles.tile[begin + c], ahead[c] = tiles.ahead[begin + c];
+        for (int64_t d = 0; d < head_dim; d += 4) {
+            add<ROWS, COLS, true>(acc, decoder, q + d, head_dim, b, ahead);
+#pragma GCC unroll 8
+            for (int c = 0; c < COLS; c++) b[c] += GROUP;
+        }
+    }
+    template <int ROWS, int COLS>
+    static inline __attribute__((always_inline)) void values(F16 (&acc)[ROWS][COLS], const bf16* p, int64_t steps,
+                                                            int64_t head_dim, const BlockTiles<uint8_t>& tiles,
+                                                            int64_t column) {
+        const Decoder decoder = GroupDecoder::shared().decoder;
+        const int64_t first = column / LANES * GROUP, stride = 4 * head_dim;
+        for (int64_t s = 0; s < steps; s += 2) {  // four groups of steps in a tile
+            const uint8_t* b[COLS];
+            int64_t ahead[COLS];
+#pragma GCC unroll 8
+            for (int c = 0; c < COLS; c++) {
+                b[c] = tiles.tile[s / 8] + s % 8 / 2 * stride + first + c * GROUP;
+                ahead[c] = tiles.ahead[s / 8];
+            }
+            if (s + 1 < steps) add<ROWS, COLS, true>(acc, decoder, p + s * 2, BLOCK_KEYS, b, ahead);
+            else add<ROWS, COLS, false>(acc, decoder, p + s * 2, BLOCK_KEYS, b, ahead);
+        }
+    }
 };
-constexpr int64_t IN_REGISTERS_ROWS = 6;  // most query rows for which decoding as they read is faster
+constexpr int64_t IN_REGISTERS_ROWS = 16;  // up to so many query rows per item it is faster to decode as they read
 #else
 typedef InPlace<bf16> InRegisters;
 constexpr int64_t IN_REGISTERS_ROWS = 0;
@@ -173,7 +229,6 @@ template <bool FP8_MATH> struct Streamed {  // codes are decoded as they are rea
     typedef bf16 Row;
     typedef InRegisters Reader;
     static constexpr bool SCALED = true, DECODED = false, MATH = FP8_MATH;
-    static constexpr int PARTS = 1;
 };
 
 }  // namespace

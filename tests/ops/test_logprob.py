@@ -1,7 +1,9 @@
 """Log-probs of given tokens: the sampler's bits, kept sets recorded and replayed, gradients, independence of layout."""
 
+import gc
 import itertools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -350,6 +352,22 @@ def test_no_rows_are_no_log_probs():
     )
     (logp.sum() + entropy.sum()).backward()
     assert logp.shape == entropy.shape == (0,) and not weight.head_grad.any()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_graph_that_nobody_holds_is_freed(backward):
+    """Else every pass of a run leaves its rows and, with filters, its kept sets behind."""
+    weight, x = head(50, 64, torch.float32), hidden_rows(3, 64, torch.float32).requires_grad_()
+    context = packs(3)
+    held = weakref.ref(context)
+    logp, entropy = token_logprobs(
+        x, weight, torch.zeros(3, dtype=torch.int64), SamplingRows.allocate(3), None, context
+    )
+    if backward:
+        (logp.sum() + entropy.sum()).backward()
+    del context, logp, entropy
+    gc.collect()
+    assert held() is None
 
 
 def test_temperature_is_applied_on_both_sides_alike():

@@ -98,7 +98,7 @@ def row_blocks(context: ForwardContext, rows: int) -> Iterator[tuple[int, int, l
 
 
 class _Rows:
-    """Per-row results of a forward that the backward needs (float32 [R], rules int32 [R, 4])."""
+    """Per-row results of a forward (float32 [R], rules int32 [R, 4]); the backward needs all but the log-probs."""
 
     def __init__(self, rows: int) -> None:
         self.logp, self.entropy, self.maximum, self.sum = (torch.empty(rows) for _ in range(4))
@@ -147,15 +147,17 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, anchor, weight, targets, sampling, kept, context):  # type: ignore[no-untyped-def]
         ctx.words = kept.words if kept is not None else None
-        ctx.rows = _forward(hidden, weight, targets, sampling, kept, context)
-        ctx.save_for_backward(hidden)
+        rows = _forward(hidden, weight, targets, sampling, kept, context)
+        # The entropy is an output, which as a plain attribute would keep the whole graph alive for ever.
+        ctx.save_for_backward(hidden, rows.entropy)
+        ctx.rules, ctx.maximum, ctx.sum = rows.rules, rows.maximum, rows.sum
         ctx.weight, ctx.targets, ctx.sampling, ctx.context = weight, targets, sampling, context
-        return ctx.rows.logp, ctx.rows.entropy
+        return rows.logp, rows.entropy
 
     @staticmethod
     def backward(ctx, d_logp, d_entropy):  # type: ignore[no-untyped-def]
-        (hidden,) = ctx.saved_tensors
-        weight, rows = ctx.weight, ctx.rows
+        hidden, entropy = ctx.saved_tensors
+        weight = ctx.weight
         d_logp, d_entropy = d_logp.contiguous(), d_entropy.contiguous()
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start, stop, borders in row_blocks(ctx.context, len(hidden)):
@@ -164,9 +166,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 gemm.head_logits(hidden[part], weight),
                 ctx.targets[part],
                 ctx.sampling.temperature[part],
-                rows.rules[part],
+                ctx.rules[part],
                 None if ctx.words is None else ctx.words[part],
-                (rows.maximum[part], rows.sum[part], rows.entropy[part]),
+                (ctx.maximum[part], ctx.sum[part], entropy[part]),
                 d_logp[part],
                 d_entropy[part],
                 weight.spec.out_leaf_size,

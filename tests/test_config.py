@@ -136,7 +136,7 @@ def test_numerics_overrides():
         ("numerics.storage=fp8", ["numerics.storage", "fp8", "fp32 or bf16"]),
         ("numerics.kv=fp32", ["numerics.kv", "fp32", "bf16 (the storage dtype) or fp8"]),
         ("numerics.kv=fp8", ["numerics.kv_scale", "per_token_head or calibrated"]),
-        ("numerics.kv_scale=calibrated", ["numerics.kv_scale", "choose none"]),
+        ("numerics.kv_scale=calibrated", ["numerics.kv_scale", "preset: fp8-kv, or none"]),
         ("numerics.linear_grad=fp8", ["numerics.linear_grad", "numerics.linear: fp8"]),
         ("numerics.attention_math=fp8", ["numerics.attention_math", "numerics.kv: fp8"]),
         ("numerics.scale_format=e8", ["numerics.scale_format", "e8", "fp32 or pow2"]),

@@ -124,7 +124,7 @@ class Numerics:
         if self.kv is DType.FP8 and self.kv_scale not in KV_SCALES:
             refuse("kv_scale", f"an fp8 cache needs {' or '.join(KV_SCALES)}")
         if self.kv is not DType.FP8 and self.kv_scale != "none":
-            refuse("kv_scale", "only numerics.kv: fp8 has scales; choose none")
+            refuse("kv_scale", "only numerics.kv: fp8 has scales: choose preset: fp8-kv, or none")
         if not 1.0 <= self.kv_margin <= 64.0:
             refuse("kv_margin", "choose a number from 1 to 64")
 

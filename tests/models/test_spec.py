@@ -3,6 +3,7 @@
 import pytest
 import transformers
 
+from tests.tiny import tiny_spec
 from zerogap.errors import ConfigError
 from zerogap.models.spec import ModelSpec
 from zerogap.numerics import DType, preset
@@ -179,3 +180,13 @@ def test_tensor_names_and_shapes_are_those_of_transformers(family, tied):
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
     ours = {n: s.shape for n, s in ModelSpec.from_hf(config.to_dict()).weight_specs(preset("fp32")).items()}
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "kept", [{"bf16_first": 2}, {"bf16_first": 1, "bf16_last": 1}, {"bf16_last": 100}, {"bf16_tensors": ["*"]}]
+)
+def test_an_fp8_contract_that_quantises_nothing_is_refused(kept):
+    spec = tiny_spec("llama")
+    with pytest.raises(ConfigError, match="nothing of this model's 2 layers is left to quantise"):
+        spec.weight_specs(preset("fp8", **kept))
+    assert any(s.fp8 for s in spec.weight_specs(preset("fp8", bf16_first=1)).values())

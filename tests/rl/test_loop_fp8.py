@@ -66,6 +66,15 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(calibrated, base
     assert without_times(ours) == without_times(theirs)
 
 
+def test_the_same_contract_in_other_words_resumes(calibrated, base):
+    words = "numerics={preset: fp8-kv, kv_scale: calibrated, kv_margin: 2, scale_format: fp32}"
+    config = recipe(base, words, "checkpoint.every=1", "checkpoint.keep=9", "algorithm.beta=0.01", name="other-words")
+    Run(config, str(calibrated.folder.checkpoints / "checkpoint-1"))
+    other = recipe(base, words.replace("margin: 2", "margin: 3"), "algorithm.beta=0.01", name="other-contract")
+    with pytest.raises((ConfigError, ContractError), match="kv_margin"):
+        Run(other, str(calibrated.folder.checkpoints / "checkpoint-1"))
+
+
 def test_a_reference_model_keeps_the_scales_of_version_0(calibrated):
     assert calibrated.reference is not None
     first = read_rollout(calibrated.folder.rollouts, 1).samples[0].scale_set

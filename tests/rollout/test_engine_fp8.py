@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rollout.tiny_models import assert_same_samples, build, engine
-from zerogap.errors import ContractError
+from zerogap.errors import ConfigError, ContractError
 from zerogap.numerics import Numerics, preset
 from zerogap.ops.kv_scales import KVScales
 from zerogap.types import SamplingParams
@@ -29,6 +29,18 @@ def test_scales_come_from_the_first_prompts_and_stay():
     other.calibrate([PROMPT])
     assert other.kv_scales.name == name
     assert_same_samples(engine(other).generate([PROMPT], LONG), first)
+
+
+def test_other_weights_need_an_update_before_they_are_calibrated():
+    decoder = build(numerics=calibrated())
+    running = engine(decoder)
+    running.generate([PROMPT], LONG)
+    decoder.load((name, handle.value()) for name, handle in build(numerics=calibrated(), seed=9).weights.items())
+    with pytest.raises(ConfigError, match="call update_weights after load"):
+        running.generate([PROMPT], LONG)
+    running.update_weights(decoder)
+    fresh = engine(build(numerics=calibrated(), seed=9))
+    assert_same_samples(running.generate([PROMPT], LONG), fresh.generate([PROMPT], LONG))
 
 
 def test_an_engine_that_takes_another_decoder_reads_its_cache_with_that_decoders_scales():

@@ -126,6 +126,13 @@ def test_every_update_on_a_batch_uses_the_scales_it_was_drawn_with():
     assert not torch.equal(trainer.decoder.kv_scales.values, first)
 
 
+def test_an_update_that_leaves_no_number_names_learning_rate_and_tensor():
+    trainer = make_trainer({"numerics": "fp8"})
+    trainer.forward_backward(make_batch(trainer), PolicyLoss())
+    with pytest.raises(NonFiniteError, match=r"update 1 at learning rate 1e\+38: model\.layers.*lower optimizer"):
+        trainer.optim_step(1e38)
+
+
 # ---- a missing or foreign set
 
 
@@ -195,6 +202,9 @@ def test_loading_other_weights_forgets_the_scales():
     engine = Engine(decoder)
     decoder.load((name, handle.value()) for name, handle in decoder.weights.items())
     assert decoder.needs_calibration and "kv_scales" not in decoder.digests()
+    with pytest.raises(ConfigError, match="call update_weights after load"):
+        engine.step()
+    engine.update_weights(decoder)
     with pytest.raises(ContractError, match="none are known"):
         engine.step()
 

@@ -215,6 +215,10 @@ class ModelSpec:
         for layer in range(self.num_layers):
             specs += self._quantised(self._layer_specs(f"model.layers.{layer}.", numerics), layer, numerics)
         by_name = {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
+        if numerics.linear is DType.FP8 and not any(spec.fp8 for spec in specs):
+            kept = (numerics.bf16_first, numerics.bf16_last, *numerics.bf16_tensors)
+            mend = f"nothing of this model's {self.num_layers} layers is left to quantise: keep less, or choose bf16"
+            raise ConfigError("numerics.bf16_layers", kept, mend)
         for pattern in numerics.bf16_tensors:
             if not any(names_tensor(pattern, name) for name in by_name):
                 mend = "no tensor of this model matches; patterns are whole parts of names, such as mlp.down_proj"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerogap.config import RunConfig
+from zerogap.config import RunConfig, contract_of
 from zerogap.errors import CheckpointError, ConfigError
 from zerogap.rl.run_folder import RunFolder
 from zerogap.train.checkpoint import list_checkpoints
@@ -46,13 +46,23 @@ def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | 
 def require_same_run(config: RunConfig, before: Mapping[str, Any], checkpoint: Path) -> None:
     """Raise `ConfigError` for the first setting that decides the run's course and was another at the checkpoint."""
     now, then = dict(_leaves(config.model_dump(mode="json"))), dict(_leaves(before))
+    same_contracts = _fingerprints(config.model_dump(mode="json")) == _fingerprints(before)
     for key in sorted({*now, *then}):
         if key.startswith(FREE) or now.get(key) == then.get(key):
             continue
+        if same_contracts and key.removeprefix("rollout.").partition(".")[0] == "numerics":
+            continue  # the same contract in other words
         if key == "optimizer.max_steps" and config.optimizer.lr_scheduler_type == "constant":
             continue
         mend = f"{checkpoint} was made with {then.get(key)!r}: use that, or begin another run in another output_dir"
         raise ConfigError(key, now.get(key), mend)
+
+
+def _fingerprints(tree: Mapping[str, Any]) -> tuple[str, str]:
+    """Of the contracts of training and rollout that a recipe's tree asks for."""
+    trained = tree.get("numerics", "bf16")
+    sampled = tree.get("rollout", {}).get("numerics")
+    return contract_of(trained).fingerprint(), contract_of(trained if sampled is None else sampled).fingerprint()
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -393,6 +393,7 @@ class Engine:
             sequences.append(sequence)
             self._num_requests += 1
         if self.decoder.needs_calibration and sequences:
+            self._require_same_weights()
             self.decoder.calibrate([s.ids[: s.prompt_length].tolist() for s in sequences[::num_samples]])
             self._take_version()
         return sequences
@@ -448,17 +449,20 @@ class Engine:
         return prefill_chunks(self._scheduler, ids, first, chunk_tokens or self._scheduler.max_batch_tokens)
 
     def _require_current(self) -> None:
+        self._require_same_weights()
         self.decoder.require_calibrated()
+        scales = self.decoder.kv_scales
+        if self.scale_set != (None if scales is None else scales.name):
+            mend = f"the decoder now holds {scales and scales.name}: call update_weights after set_kv_scales"
+            raise ConfigError("engine.scale_set", self.scale_set, mend)
+
+    def _require_same_weights(self) -> None:
         if self.decoder.version != self.version:
             mend = f"the weights are at version {self.decoder.version}: call update_weights after optim_step"
             raise ConfigError("engine.version", self.version, mend)
         if self.decoder.loads != self._loads:
             mend = "other weights were loaded since: call update_weights after load or load_state"
             raise ConfigError("engine.version", self.version, mend)
-        scales = self.decoder.kv_scales
-        if self.scale_set != (None if scales is None else scales.name):
-            mend = f"the decoder now holds {scales and scales.name}: call update_weights after set_kv_scales"
-            raise ConfigError("engine.scale_set", self.scale_set, mend)
 
     def _take_version(self) -> None:
         self.version, self._loads = self.decoder.version, self.decoder.loads

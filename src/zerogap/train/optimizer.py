@@ -83,7 +83,9 @@ class AdamW:
             learning_rate: instead of the schedule's.
 
         Raises:
-            NonFiniteError: the global gradient norm is not finite; names the first tensor. Nothing was changed.
+            NonFiniteError: the global gradient norm is not finite; names the first tensor, and nothing was changed. Or
+                the update itself left a weight that cannot be quantised; names update, learning rate and tensor, and
+                the weights are lost.
         """
         norm = global_norm(gradients)
         if not math.isfinite(norm):
@@ -113,8 +115,18 @@ class AdamW:
                 step=self.updates,
                 gradient_scale=scale,
             )
-            handle.publish()
+        self._publish(rate)
         return OptimizerStep(norm, rate, self.updates)
+
+    def _publish(self, rate: float) -> None:
+        for handle in self.handles:
+            try:
+                handle.publish()
+            except NonFiniteError as error:
+                raise NonFiniteError(
+                    f"update {self.updates} at learning rate {rate:g}: {error}. The weights are lost: go on from the "
+                    "last checkpoint with a lower optimizer.learning_rate"
+                ) from None
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name, FP32, live tensors."""

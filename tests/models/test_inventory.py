@@ -36,8 +36,8 @@ ORDER = [0, 1, 10, 11, *range(2, 10)]  # checkpoint-name order is that of text
     [
         ({}, names(ORDER)),
         ({"bf16_first": 1, "bf16_last": 2}, names([1, *range(2, 10)])),
-        ({"bf16_first": 12}, []),
-        ({"bf16_first": 7, "bf16_last": 7}, []),
+        ({"bf16_first": 11}, names([11])),
+        ({"bf16_first": 5, "bf16_last": 6}, names([5])),
         ({"bf16_tensors": ["mlp.gate_proj"]}, names(ORDER, [r for r in LINEAR if r != "mlp.gate_proj"])),
         ({"bf16_tensors": ["layers.1.mlp"]}, [n for n in names(ORDER) if not n.startswith("model.layers.1.mlp.")]),
         ({"bf16_tensors": ["layers.*.self_attn.[qk]_proj"]}, names(ORDER, [*LINEAR[:3], *LINEAR[4:5], *LINEAR[6:]])),

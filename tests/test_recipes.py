@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import LLAMA_8B
 from zerogap.cli.inspect import as_bytes
 from zerogap.config import load_config
 from zerogap.models.inventory import inventory, kv_bytes
@@ -25,20 +26,6 @@ MODES = {
     "smollm2-multiplication-fp8-kv-calibrated": "fp8-kv",
     "llama-3.1-8b-bf16": "bf16",
     "llama-3.1-8b-fp8-kv": "fp8-kv",
-}
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
 }
 
 

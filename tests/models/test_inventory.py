@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.tiny import FAMILIES, tiny_spec
+from tests.tiny import FAMILIES, LLAMA_8B, tiny_spec
 from zerogap.errors import CheckpointError, ConfigError, ContractError
 from zerogap.models.decoder import Decoder
 from zerogap.models.inventory import inventory, kv_bytes, require_same_list
@@ -94,22 +94,6 @@ def test_bytes_are_those_of_codes_and_ragged_scales():
     assert (norm.nbytes, norm.code_bytes, norm.scale_bytes) == (2 * 192, 0, 0)
     assert {form.plain_bytes for form in inventory(spec, preset("fp32")) if form.name == up.name} == {4 * 320 * 192}
     assert math.prod(up.shape) == up.size
-
-
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-}
 
 
 def test_an_8b_model_by_hand():

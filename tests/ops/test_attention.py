@@ -4,9 +4,6 @@ Shapes: T rows, Hq query heads, Hk KV heads, D head dimension, S sequences.
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ import torch
 
 from tests.bits import assert_different_bits, assert_same_bits, hard_values, unit_values
 from tests.ops.attention_cases import DTYPES, NAN, Case, as_heads, chunked, contract_of, gradients, part_context, whole
+from tests.ops.other_builds import rerun
 from zerogap.errors import ConfigError
 from zerogap.numerics import DType
 from zerogap.ops.attention import attention
@@ -108,15 +106,7 @@ def test_controls_of_the_literal_contract_differ() -> None:
 @pytest.mark.parametrize("isa", library.ISAS)
 def test_literal_on_every_instruction_set(isa: str) -> None:
     """The literal tests hold for each build that this processor runs."""
-    if library.ISAS.index(isa) < library.ISAS.index(library.best_isa()):
-        pytest.skip(f"this processor does not run {isa}")
-    if library.backend() == f"cpu/{isa}":
-        pytest.skip(f"the tests above ran on {isa}")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "literal_forward or literal_backward", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "ZEROGAP_ISA": isa}, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
+    rerun(__file__, isa, "literal_forward or literal_backward")
 
 
 # ---------------------------------------------------------------------------------------------- accuracy

@@ -2,19 +2,15 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import zerogap
 from tests.bits import assert_different_bits, assert_same_bits, hard_values, unit_values
 from tests.ops.attention_cases import NAN, as_heads, chunked, gradients, part_context, whole
 from tests.ops.attention_fp8_cases import MODES, FP8Case, mode_name
 from tests.ops.attention_fp8_reference import float64_fp8_attention
+from tests.ops.other_builds import digests_of
 from zerogap.errors import ContractError
 from zerogap.numerics import DType
 from zerogap.ops.attention import attention
@@ -323,20 +319,7 @@ def all_digests() -> dict[str, str]:
 @pytest.mark.skipif(library.backend() != "cpu/avx512bf16", reason="compares AVX2 with AVX512-BF16, which does not run")
 def test_avx2_equals_avx512bf16() -> None:
     """All bits are equal on both builds."""
-    root, source = Path(__file__).parents[2], Path(zerogap.__file__).parents[1]
-    environment = os.environ | {"ZEROGAP_ISA": "avx2", "PYTHONPATH": os.pathsep.join([str(source), str(root)])}
-    code = "import json; from tests.ops import test_attention_fp8 as t; print(json.dumps(t.all_digests()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    theirs, ours = json.loads(done.stdout), all_digests()
+    ours, theirs = all_digests(), digests_of("tests.ops.test_attention_fp8", "avx2")
     assert {n for n in ours if ours[n] != theirs[n]} == set()
     assert len(set(ours.values())) == len(ours), "the control: digests tell modes apart"
 
@@ -353,3 +336,7 @@ def test_missing_scales_are_refused(missing: str) -> None:
         with pytest.raises(ContractError, match="no scales"):
             attention(x, k, v, kv, part_context(case, table, [(0, 0, 4)]), **case.sizes)
     assert_same_bits(kv.keys, before, "keys")
+
+
+if __name__ == "__main__":
+    print(json.dumps({"backend": library.backend(), "digests": all_digests()}))

@@ -1,16 +1,12 @@
 """FP8 matrix products: contract, accuracy, independence of rows, invariance to splits, gradients, repeatability."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.bits import assert_different_bits, assert_same_bits, hard_values, unit_values
 from tests.ops import gemm_fp8_reference as reference
 from tests.ops.gemm_reference import blocks
+from tests.ops.other_builds import rerun
 from zerogap.ops.cpu import gemm as cpu
 from zerogap.ops.cpu import library
 
@@ -163,19 +159,7 @@ def test_contract_weight_grad_zero_blocks() -> None:
 @pytest.mark.parametrize("isa", library.ISAS)
 def test_contract_on_every_instruction_set(isa: str) -> None:
     """The tests above, and those of single rows, in a process that loads another build."""
-    if not library.load("portable").zg_supports(isa.encode()):
-        pytest.skip(f"this processor does not run {isa}")
-    if library.backend() == f"cpu/{isa}":
-        return  # the tests above ran on it
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k"]
-    done = subprocess.run(
-        [*command, "contract and not every_instruction_set or alone"],
-        env=os.environ | {"ZEROGAP_ISA": isa},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{isa}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
+    rerun(__file__, isa, "contract and not every_instruction_set or alone")
 
 
 # ------------------------------------------------------------------------------------------------ accuracy

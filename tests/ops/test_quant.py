@@ -1,19 +1,15 @@
 """E4M3 codes and the block quantiser against an independent definition, bit for bit."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import zerogap
 from tests.bits import assert_different_bits, assert_same_bits, hard_values, unit_values
 from tests.ops import quant_reference as reference
+from tests.ops.other_builds import digests_of, skip_unless_supported
 from tests.ops.quant_cases import FORMATS, SHAPES, all_digests, inputs, outputs
 from tests.ops.quant_reference import ALL_CODES, code_values, nearest_codes
 from zerogap.errors import NonFiniteError
@@ -216,23 +212,10 @@ def our_digests() -> dict[str, str]:
     return all_digests(3)
 
 
-def digests_of(isa: str) -> dict[str, str]:
-    """Digests of all outputs of `quant_cases` on the build `isa`, in a process of its own."""
-    source = str(Path(zerogap.__file__).parents[1])
-    environment = os.environ | {"ZEROGAP_ISA": isa, "PYTHONPATH": os.pathsep.join([source, str(ROOT)])}
-    command = [sys.executable, "-m", "tests.ops.quant_cases"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["backend"] == f"cpu/{isa}"
-    return result["digests"]
-
-
 @pytest.mark.parametrize("isa", [isa for isa in library.ISAS if isa != OURS])
 def test_every_instruction_set_makes_the_same_bits(isa) -> None:
-    if not library.load("portable").zg_supports(isa.encode()):
-        pytest.skip(f"this processor does not run {isa}")
-    ours, theirs = our_digests(), digests_of(isa)
+    skip_unless_supported(isa)
+    ours, theirs = our_digests(), digests_of("tests.ops.quant_cases", isa)
     assert {n for n in ours if ours[n] != theirs[n]} == set()
 
 

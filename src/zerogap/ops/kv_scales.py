@@ -1,6 +1,6 @@
 """Calibrated scales of an FP8 KV cache: one number per layer, keys or values, and KV head, for one weight version.
 
-    scale = fl(fl(kv_margin * amax) / 448), rounded up to a power of two where the contract says so; 1 where amax is 0
+    scale = the scale of a block (ops/quant.py) whose largest magnitude is fl(kv_margin * amax)
 
 `amax` is the largest magnitude that keys (after RoPE) or values had over a set of tokens. The trainer takes it along in
 its forward pass under weight version v, for the scales of version v + 1; version 0 is calibrated in one pass over the
@@ -19,10 +19,9 @@ import torch
 
 from zerogap.errors import CheckpointError, NonFiniteError
 from zerogap.numerics import Numerics
+from zerogap.ops.cpu.quant import block_scales
 from zerogap.ops.digest import digest
 from zerogap.ops.kv import kv_amax
-
-LARGEST = 448.0  # of E4M3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,11 +51,7 @@ class KVScales:
             layer, kind, head = (int(i) for i in (~finite).nonzero()[0])
             what = ("keys", "values")[kind]
             raise NonFiniteError(f"{what} of layer {layer}, KV head {head} are not finite: no scale can be calibrated")
-        scales = amax * numerics.kv_margin / LARGEST
-        if numerics.scale_format == "pow2":
-            mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
-            scales = torch.ldexp(torch.where(mantissa > 0.5, 1.0, 0.5), exponent)
-        return cls(torch.where(amax < 2.0**-100, 1.0, scales))
+        return cls(block_scales(amax * numerics.kv_margin, numerics.scale_format))
 
     @classmethod
     def from_list(cls, numbers: Sequence) -> "KVScales":

@@ -18,6 +18,10 @@ class _EncodeArguments(Arguments):
     _fields_ = (("rows", _int64), *[(name, _address) for name in ("x", "codes", "grid")])
 
 
+class _BlockScalesArguments(Arguments):
+    _fields_ = (("rows", _int64), *[(name, _address) for name in ("amax", "scales")], ("pow2", _int32))
+
+
 class _DecodeArguments(Arguments):
     _fields_ = (("rows", _int64), *[(name, _address) for name in ("codes", "grid")])
 
@@ -60,6 +64,7 @@ class _DequantiseArguments(Arguments):
 
 
 _encode = Operation("encode", _EncodeArguments)
+_block_scales = Operation("block_scales", _BlockScalesArguments)
 _decode = Operation("decode", _DecodeArguments)
 _quantise_rows = Operation("quantise_rows", _QuantiseRowsArguments)
 _quantise_weight = Operation("quantise_weight", _QuantiseWeightArguments)
@@ -91,6 +96,15 @@ def decode(codes: torch.Tensor) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ blocks
+
+
+def block_scales(amax: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """Scales FP32 of blocks whose largest magnitudes are `amax`, FP32 of any shape; NaN where one is not finite."""
+    assert amax.dtype == torch.float32 and amax.is_contiguous(), "block_scales takes contiguous float32"
+    scales = torch.empty_like(amax)
+    arguments = _BlockScalesArguments(amax.numel(), pointer(amax), pointer(scales), SCALE_FORMATS[scale_format])
+    submit(_block_scales, arguments, amax)
+    return scales
 
 
 def panels_shape(n: int, k: int) -> tuple[int, int, int]:

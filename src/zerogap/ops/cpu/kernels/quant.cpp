@@ -183,6 +183,11 @@ void run_encode(const void* args, Team& team) {
         });
 }
 
+void run_block_scales(const void* args, Team& team) {
+    const BlockScalesArgs& a = *static_cast<const BlockScalesArgs*>(args);
+    for (int64_t i; (i = team.next(0)) < a.rows;) a.scales[i] = block_scale(a.amax[i], a.pow2);
+}
+
 void run_decode(const void* args, Team& team) {
     const DecodeArgs& a = *static_cast<const DecodeArgs*>(args);
     for (int64_t first; (first = team.next(0) * ITEM_ELEMENTS) < a.rows;)

@@ -21,6 +21,15 @@ struct DecodeArgs {
 };
 void run_decode(const void* args, Team& team);
 
+// Scales of blocks whose largest magnitudes are known.
+struct BlockScalesArgs {
+    int64_t rows;
+    const float* amax;  // [rows]
+    float* scales;      // [rows]
+    int32_t pow2;
+};
+void run_block_scales(const void* args, Team& team);
+
 // Edge of a block: weights are quantised in blocks of 128 x 128 from row 0, column 0 of the logical tensor, activations
 // and output gradients in blocks of 1 x 128 along the reduced axis; tails are ragged.
 constexpr int64_t QUANT_BLOCK = 128;

@@ -19,6 +19,7 @@ const OpEntry OPS[] = {
     {"column_grad", run_column_grad, sizeof(ColumnGradArgs)},
     {"pack", run_pack, sizeof(PackArgs)},
     {"unpack", run_unpack, sizeof(UnpackArgs)},
+    {"block_scales", run_block_scales, sizeof(BlockScalesArgs)},
     {"encode", run_encode, sizeof(EncodeArgs)},
     {"decode", run_decode, sizeof(DecodeArgs)},
     {"quantise_rows", run_quantise_rows, sizeof(QuantiseRowsArgs)},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 # Lowest row first. A module imports its own package and strictly lower rows; packages of one row are strangers.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "env", "numerics", "moments", "types", "config"),
+    ("errors", "env", "numerics", "moments", "routing", "types", "config"),
     ("ops",),
     ("parallel",),
     ("layers",),

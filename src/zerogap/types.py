@@ -16,6 +16,7 @@ import torch
 from zerogap.errors import ConfigError
 from zerogap.moments import Moments
 from zerogap.numerics import DType
+from zerogap.routing import RoutingSink, RoutingTrace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Sample:
         kept_digests: uint64 [C] digest of each kept set, or None.
         scale_set: name of the KV scale set; None for unscaled caches.
         text: the decoded completion, for people and reward functions only.
+        routing: what the routers of a mixture-of-experts model chose, where that was asked for.
     """
 
     prompt_ids: np.ndarray
@@ -127,6 +129,7 @@ class Sample:
     kept_digests: np.ndarray | None = None
     scale_set: str | None = None
     text: str = ""
+    routing: RoutingTrace | None = None
 
     def __post_init__(self) -> None:
         c = len(self.completion_ids)
@@ -308,6 +311,9 @@ class ForwardContext:
         output_rows: int64 [R] rows whose hidden state goes to the head; None means all T.
         sample_starts: int32 [S + 1] first row of each sequence, then T (trainer only: attention backward).
         pack_starts: int32 [B + 1] first row of each pack, then T (trainer only: weight-gradient blocks).
+        routing: where routers write what they chose, or None.
+        balance: coefficient of the routers' balance loss per sequence, divided by the number of sequences of the global
+            batch (trainer only).
     """
 
     positions: torch.Tensor
@@ -317,6 +323,8 @@ class ForwardContext:
     output_rows: torch.Tensor | None = None
     sample_starts: torch.Tensor | None = None
     pack_starts: torch.Tensor | None = None
+    routing: RoutingSink | None = None
+    balance: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -455,13 +463,17 @@ class WeightSpec:
     Attributes:
         name: the checkpoint's own name (`model.layers.0.self_attn.q_proj.weight`).
         shape: logical, unsharded shape; matrices are [out, in].
-        kind: `matrix` (packed for products), `embedding` (row lookup; packed too when tied to the head), `vector`.
+        kind: `matrix` (packed for products), `embedding` (row lookup; packed too when tied to the head), `vector`,
+            `heads` (a matrix that is used head by head, in two parts: `head_parts`), `buffer` (a vector that stays FP32
+            and that no gradient trains).
         in_leaves: leaves of the forward reduction over the input axis (o_proj, down_proj; 1 elsewhere).
         out_leaves: leaves of the input gradient's reduction over the output axis (q, k, v, gate, up; 1 elsewhere).
         out_leaf_size: for the head: entries per vocabulary leaf (0 elsewhere).
         head_leaves: for query/key norm weights: leaves of the gradient's sum over heads, so that its accumulator is
             [head_leaves, head_dim] (0 elsewhere).
         fp8: how the tensor is quantised; None: it keeps the storage dtype.
+        head_parts: of kind `heads`: (heads, rows of each head's first part, rows of its second part).
+        stack: of an expert's matrix: (name of the stack that holds its packed form, index in it, size of the stack).
     """
 
     name: str
@@ -472,8 +484,12 @@ class WeightSpec:
     out_leaf_size: int = 0
     head_leaves: int = 0
     fp8: FP8Blocks | None = None
+    head_parts: tuple[int, int, int] | None = None
+    stack: tuple[str, int, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.fp8 is None or self.kind == "matrix", f"{self.name}: only matrices are quantised"
-        assert self.kind in ("matrix", "embedding", "vector"), f"{self.name}: unknown kind {self.kind!r}"
-        assert len(self.shape) == (1 if self.kind == "vector" else 2), f"{self.name}: {self.kind} of shape {self.shape}"
+        dimensions = {"matrix": 2, "embedding": 2, "heads": 2, "vector": 1, "buffer": 1}
+        assert len(self.shape) == dimensions.get(self.kind), f"{self.name}: {self.kind} of shape {self.shape}"
+        assert (self.kind == "heads") == (self.head_parts is not None), f"{self.name}: {self.kind}, {self.head_parts}"
+        assert self.stack is None or self.kind == "matrix", f"{self.name}: only matrices are stacked"

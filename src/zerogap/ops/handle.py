@@ -1,9 +1,11 @@
 """The weight handle: one named tensor as every consumer needs it, with one place that writes it.
 
 A matrix lives as packed panels (forward product) and, once a trainer needs input gradients, as the panels of its
-transpose; an embedding lives as rows, and as panels too when it is also the head; a vector lives as itself. Rollout and
-trainer hold the same handle, so on one device there is one copy of the weights and an update is in place: addresses
-never change, and recorded programs stay valid.
+transpose; an embedding lives as rows, and as panels too when it is also the head; a vector lives as itself. The panels
+of an expert's matrix are views of its stack's (`ops.stack`); a matrix that is used head by head lives as rows and as
+two stacks, one per part; a buffer is a vector that stays FP32 and that only `load` writes. Rollout and trainer hold the
+same handle, so on one device there is one copy of the weights and an update is in place: addresses never change, and
+recorded programs stay valid.
 
 A trainable handle owns an FP32 master of the logical, unsharded tensor. What anyone computes with is the *published*
 value, the master rounded to the storage dtype; `publish()` is the only way from one to the other.
@@ -20,6 +22,7 @@ from zerogap.ops import quant
 from zerogap.ops.cpu import gemm
 from zerogap.ops.cpu import quant as cpu_quant
 from zerogap.ops.digest import digest
+from zerogap.ops.stack import PanelStack
 from zerogap.types import BlockCodes, WeightSpec
 
 TINY = 2.0**-126  # magnitudes below are subnormal in FP32 and BF16
@@ -30,11 +33,14 @@ class WeightHandle:
 
     Attributes:
         spec, storage: what it is; torch dtype of the published value.
+        stack: the stack whose views `panels`, `transposed` and `scales` are (an expert's matrix), or None.
+        first, second: packed forms of the two parts of a weight of kind `heads`, one matrix [part, K] per head, in both
+            directions; else None.
         panels: packed forward panels (matrix, tied embedding) or None; FP8 panels of codes where `spec.fp8`.
         transposed: packed panels for the input gradient, after `enable_input_grad()`; FP8 panels where
             `spec.fp8.gradients`, else of the published value.
         scales: FP32 block scales [ceil(N / 128), ceil(K / 128)] where `spec.fp8`, else None.
-        rows: row-major published value of a vector or an embedding, else None.
+        rows: row-major published value of whatever is no plain matrix, else None.
         published: row-major published value of a quantised matrix that is not trainable; None where there is a master,
             and where a checkpoint brought codes.
         brought: True while a quantised matrix has the codes that a checkpoint brought.
@@ -44,8 +50,12 @@ class WeightHandle:
         anchor: scalar that requires grad when trainable, so that autograd records ops whose weights are trained.
     """
 
-    def __init__(self, spec: WeightSpec, storage: torch.dtype) -> None:
-        self.spec, self.storage = spec, storage
+    def __init__(self, spec: WeightSpec, storage: torch.dtype, stack: PanelStack | None = None) -> None:
+        """`stack`: the one that `spec.stack` names; None for a weight that stands alone."""
+        self.spec, self.storage = spec, torch.float32 if spec.kind == "buffer" else storage
+        self.stack = stack
+        self.first: PanelStack | None = None
+        self.second: PanelStack | None = None
         self.loaded = False
         self.panels: torch.Tensor | None = None
         self.transposed: torch.Tensor | None = None
@@ -57,7 +67,12 @@ class WeightHandle:
         self.scales: torch.Tensor | None = None
         self.published: torch.Tensor | None = None
         self.brought = False
-        if spec.fp8 is not None:
+        if stack is not None:
+            index = stack.add(self)
+            self.panels = stack.panels[index]
+            self.scales = None if stack.scales is None else stack.scales[index]
+            self.transposed = None if stack.transposed is None else stack.transposed[index]
+        elif spec.fp8 is not None:
             assert storage == torch.bfloat16, f"{spec.name}: FP8 codes are those of BF16 values"
             width, reduce = spec.shape
             self.panels = cpu_quant.allocate_panels(width, reduce)
@@ -66,7 +81,16 @@ class WeightHandle:
             width, reduce = spec.shape
             self.panels = gemm.allocate_panels(width, reduce, storage)
         if spec.kind != "matrix":
-            self.rows = torch.zeros(spec.shape, dtype=storage)
+            self.rows = torch.zeros(spec.shape, dtype=self.storage)
+        if spec.head_parts is not None:
+            heads, first, second = spec.head_parts
+            assert heads * (first + second) == spec.shape[0], f"{spec.name}: {spec.shape}, {spec.head_parts}"
+            self.first, self.second = (
+                PanelStack(f"{spec.name}, {part}", heads, (size, spec.shape[1]), storage)
+                for part, size in (("first", first), ("second", second))
+            )
+            self.first.enable_input_grad()
+            self.second.enable_input_grad()
 
     @property
     def is_tied_head(self) -> bool:
@@ -161,6 +185,7 @@ class WeightHandle:
 
     def set_trainable(self, trainable: bool) -> None:
         """Create or drop the master (whose value is the published one). Nothing that is computed with changes."""
+        assert not (trainable and self.spec.kind == "buffer"), f"{self.spec.name} is a buffer: no gradient trains it"
         if trainable and self.master is None:
             self.master = self.value().to(torch.float32, copy=True)
             self.published = None
@@ -171,16 +196,26 @@ class WeightHandle:
         self.anchor = torch.zeros((), requires_grad=trainable)
 
     def enable_input_grad(self) -> None:
-        """Make the transposed panels that input gradients read, if this weight has panels at all."""
+        """Make the transposed panels that input gradients read, if this weight has panels at all; those of a stack all
+        at once."""
         if self.panels is None or self.transposed is not None:
+            return
+        if self.stack is not None:
+            self.stack.enable_input_grad()
             return
         out, reduced = self.spec.shape
         if self.spec.fp8 is not None and self.spec.fp8.gradients:
-            self.transposed = cpu_quant.allocate_panels(reduced, out)
-            cpu_quant.load_codes(self.codes().codes, None, self.transposed)
+            self.bind_transposed(cpu_quant.allocate_panels(reduced, out))
         else:
-            self.transposed = gemm.allocate_panels(reduced, out, self.storage)
-            gemm.pack(self.value(), None, self.transposed)
+            self.bind_transposed(gemm.allocate_panels(reduced, out, self.storage))
+
+    def bind_transposed(self, panels: torch.Tensor) -> None:
+        """Use these panels for input gradients, and fill them."""
+        self.transposed = panels
+        if self.spec.fp8 is not None and self.spec.fp8.gradients:
+            cpu_quant.load_codes(self.codes().codes, None, panels)
+        else:
+            gemm.pack(self.value(), None, panels)
 
     def open_grad(self) -> None:
         """Zeroed accumulators for a gradient bin."""
@@ -198,7 +233,12 @@ class WeightHandle:
             self.rows.copy_(source)
             # Published values hold no subnormals (docs/numerics.md, "Arithmetic"); packing does the same.
             if source.dtype != self.rows.dtype:
-                self.rows.masked_fill_(self.rows.abs() < 2.0**-126, 0.0)
+                self.rows.masked_fill_(self.rows.abs() < TINY, 0.0)
+        if self.first is not None and self.second is not None and self.rows is not None:
+            size = self.first.shape[0]
+            for head, part in enumerate(self.rows.view(self.first.size, -1, self.rows.shape[1])):
+                self.first.pack(head, part[:size])
+                self.second.pack(head, part[size:])
 
     def _quantise(self, source: torch.Tensor) -> None:
         fp8 = self.spec.fp8

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerogap.errors import ConfigError
+from zerogap.models.config_keys import MISSING, number, switch, whole
+from zerogap.models.refusals import refuse_unsupported
 from zerogap.numerics import DType, Numerics, names_tensor
 from zerogap.types import FP8Blocks, WeightSpec
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_KINDS = ("default", "llama3")
-_MISSING = "<missing>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +38,22 @@ class RopeSpec:
         table = config.get(where) or {}
         if not isinstance(table, Mapping):
             raise ConfigError(f"config.{where}", table, "give a mapping with rope_type")
-        theta = table.get("rope_theta", config.get("rope_theta", _MISSING))
-        if theta == _MISSING:
-            raise ConfigError("config.rope_theta", _MISSING, "add the base of the rotary embedding to config.json")
-        theta = _number("rope_theta", theta)
+        theta = table.get("rope_theta", config.get("rope_theta", MISSING))
+        if theta == MISSING:
+            raise ConfigError("config.rope_theta", MISSING, "add the base of the rotary embedding to config.json")
+        theta = number("rope_theta", theta)
         kind = table.get("rope_type", table.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise ConfigError(f"config.{where}.rope_type", kind, f"only {', '.join(ROPE_KINDS)} are computed")
-        if _number(f"{where}.partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0:
+        if number(f"{where}.partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0:
             raise ConfigError(f"config.{where}.partial_rotary_factor", table["partial_rotary_factor"], "only 1.0 works")
         if kind == "default":
             return cls(theta)
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         for key in keys:
             if key not in table:
-                raise ConfigError(f"config.{where}.{key}", _MISSING, "llama3 scaling needs it")
-        factor, low, high, original = (_number(f"{where}.{key}", table[key]) for key in keys)
+                raise ConfigError(f"config.{where}.{key}", MISSING, "llama3 scaling needs it")
+        factor, low, high, original = (number(f"{where}.{key}", table[key]) for key in keys)
         if not high > low:
             raise ConfigError(f"config.{where}.high_freq_factor", high, f"choose more than low_freq_factor ({low})")
         return cls(theta, kind, factor, low, high, int(original))
@@ -115,40 +116,40 @@ class ModelSpec:
         Raises:
             ConfigError: a needed key is missing, or asks for something that the decoder does not compute.
         """
-        family = config.get("model_type", _MISSING)
+        family = config.get("model_type", MISSING)
         if family not in FAMILIES:
             raise ConfigError("config.model_type", family, f"supported are {', '.join(FAMILIES)}")
-        _refuse_unsupported(config)
-        hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+        refuse_unsupported(config)
+        hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
         head_dim = config.get("head_dim")
         if head_dim is not None:
-            head_dim = _whole(config, "head_dim")
+            head_dim = whole(config, "head_dim")
         elif family == "qwen3":  # its default is 128 whatever the hidden size, so absence says nothing
-            raise ConfigError("config.head_dim", _MISSING, "qwen3 models state it; add it to config.json")
+            raise ConfigError("config.head_dim", MISSING, "qwen3 models state it; add it to config.json")
         elif hidden % heads:
             raise ConfigError("config.hidden_size", hidden, f"not a multiple of num_attention_heads ({heads})")
         else:
             head_dim = hidden // heads  # the definition of llama and qwen2, not a guess
         # Absent means no bias for these families; a bias tensor in the file would be reported as unexpected.
-        bias = _switch(config, "attention_bias", default=False)
+        bias = switch(config, "attention_bias", default=False)
         if family == "qwen2" and "attention_bias" in config and not bias:
             raise ConfigError("config.attention_bias", False, "qwen2 always has q, k and v biases; remove the key")
         return cls(
             family=family,
             hidden_size=hidden,
-            intermediate_size=_whole(config, "intermediate_size"),
-            num_layers=_whole(config, "num_hidden_layers"),
+            intermediate_size=whole(config, "intermediate_size"),
+            num_layers=whole(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=_whole(config, "num_key_value_heads"),
+            num_kv_heads=whole(config, "num_key_value_heads"),
             head_dim=head_dim,
-            vocab_size=_whole(config, "vocab_size"),
-            norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps", _MISSING)),
+            vocab_size=whole(config, "vocab_size"),
+            norm_eps=number("rms_norm_eps", config.get("rms_norm_eps", MISSING)),
             rope=RopeSpec.from_hf(config),
-            tied=_switch(config, "tie_word_embeddings"),
+            tied=switch(config, "tie_word_embeddings"),
             qkv_bias=bias or family == "qwen2",
             o_bias=bias and family != "qwen2",
             qk_norm=family == "qwen3",
-            max_position=_whole(config, "max_position_embeddings"),
+            max_position=whole(config, "max_position_embeddings"),
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=config.get("bos_token_id"),
             pad_token_id=config.get("pad_token_id"),
@@ -270,75 +271,3 @@ def token_ids(value: object) -> tuple[int, ...]:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(ids))
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    act = config.get("hidden_act", _MISSING)
-    if act != "silu":
-        raise ConfigError("config.hidden_act", act, "only silu is computed")
-    if _switch(config, "mlp_bias", default=False):
-        raise ConfigError("config.mlp_bias", True, "MLP biases are not computed; choose another model")
-    window = config.get("sliding_window")
-    if _switch(config, "use_sliding_window", default=False) or (
-        window is not None and "use_sliding_window" not in config
-    ):
-        raise ConfigError("config.sliding_window", window, "sliding-window attention is not computed")
-    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if kinds:
-        raise ConfigError("config.layer_types", kinds, "only full_attention layers are computed")
-    _refuse_other_quantisation(config.get("quantization_config"))
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("config.partial_rotary_factor", config["partial_rotary_factor"], "only 1.0 is computed")
-
-
-def _refuse_other_quantisation(quantisation: object) -> None:
-    """Only block-FP8 is read, as DeepSeek-V3 and the Qwen3-FP8 models state it (transformers' FineGrainedFP8Config).
-
-    Which tensors are codes stands in the files themselves, so the lists of modules decide nothing. Scales are read as
-    the numbers they are, whatever `scale_fmt` calls them.
-    """
-    if quantisation is None:
-        return
-    if not isinstance(quantisation, Mapping):
-        raise ConfigError("config.quantization_config", quantisation, "give a mapping with quant_method")
-    other = "only fp8 in blocks of 128 x 128 is read; use that checkpoint of the model, or the unquantised one"
-    needed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    allowed: dict[str, tuple[object, ...]] = {
-        "fmt": ("e4m3",),
-        "activation_scheme": ("dynamic",),
-        "scale_fmt": ("float", "ue8m0"),
-        "expert_dtype": ("fp8",),
-        "dequantize": (False, True),  # asks a loader for BF16 weights; the contract says here what is done with them
-    }
-    for key, value in needed.items():
-        given = quantisation.get(key, _MISSING)
-        if (list(given) if isinstance(given, tuple) else given) != value:
-            raise ConfigError(f"config.quantization_config.{key}", given, other)
-    for key, given in quantisation.items():
-        if key in needed or given is None or key in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
-            continue
-        if key not in allowed:
-            raise ConfigError(f"config.quantization_config.{key}", given, f"its meaning is not known here; {other}")
-        if given not in allowed[key]:
-            choices = " or ".join(str(choice) for choice in allowed[key])
-            raise ConfigError(f"config.quantization_config.{key}", given, f"only {choices} is computed; {other}")
-
-
-def _whole(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key, _MISSING)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.{key}", value, "give a positive whole number in config.json")
-    return value
-
-
-def _number(key: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ConfigError(f"config.{key}", value, "give a positive number in config.json")
-    return float(value)
-
-
-def _switch(config: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
-    value = config.get(key, _MISSING if default is None else default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"config.{key}", value, "give true or false in config.json")
-    return value

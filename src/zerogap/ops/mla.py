@@ -1,8 +1,8 @@
 """Latent attention (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434, section 2.1), in its latent form.
 
 A token's keys and values of all heads come from one row: c, the normed latent, and k_rope, a rotated part that the
-heads share. W_uk and W_uv, the two parts of each head of `kv_b`, would expand c into the head's key [W_uk c, k_rope] and
-value W_uv c. Here they are moved to the other side of the products instead, so that attention reads the row itself:
+heads share. W_uk and W_uv, the two parts of each head of `kv_b`, would expand c into the head's key [W_uk c, k_rope]
+and value W_uv c. Here they move to the other side of the products instead, so that attention reads the row itself:
 
     c       = RMSNorm(kv_a[:latent])            rn once, as ops/norm.py
     k_rope  = rope(kv_a[latent:]), q_rope = rope of the last `rope` elements of each query head; rn once, as ops/rope.py
@@ -208,6 +208,7 @@ class _Latent(torch.autograd.Function):
         sizes, packs, kv_b, starts = layer.sizes, layer.context.pack_starts, layer.kv_b, layer.context.sample_starts
         rows, heads, latent, nope = q.shape[0], sizes.num_heads, sizes.latent, sizes.nope
         acc = kv_b.grad.view(heads, -1, latent) if kv_b.trainable and kv_b.grad is not None else None
+        assert acc is None or packs is not None, "training weights needs pack_starts"
         assert not kv_b.trainable or acc is not None, f"{kv_b.spec.name}: no open gradient bin"
         assert starts is not None
         parts = _parts(layer)
@@ -217,7 +218,7 @@ class _Latent(torch.autograd.Function):
         for h, (_, up_v) in enumerate(parts):
             d_head = d_out[:, h].contiguous()
             d_lat[:, h, :latent] = _times(d_head, up_v, transposed=True)
-            if acc is not None:
+            if acc is not None and packs is not None:
                 gemm.weight_grad(d_head, by_head[:, h].contiguous(), packs, acc[h, nope:])
         dq_full, d_key, d_value = native.attention_grad(
             q_full, latent_rows, latent_rows, o_lat, lse, d_lat.view(rows, -1), starts, layer.kv.codec, None,
@@ -230,7 +231,7 @@ class _Latent(torch.autograd.Function):
         for h, (up_k, _) in enumerate(parts):
             d_abs = dq_full[:, h, :latent].contiguous()
             dq[:, h, :nope] = _times(d_abs, up_k, transposed=False)
-            if acc is not None:
+            if acc is not None and packs is not None:
                 gemm.weight_grad(q_heads[:, h, :nope].contiguous(), d_abs, packs, acc[h, :nope])
         d_q_rope, d_k_rope = _rotate(
             dq_full[..., latent:].contiguous().view(rows, -1), d_key[:, latent:].contiguous(), layer, inverse=True

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.record import median_seconds, parser, write
 from zerogap.models.decoder import Decoder
-from zerogap.models.spec import ModelSpec, RopeSpec
+from zerogap.models.rope_spec import RopeSpec
+from zerogap.models.spec import ModelSpec
 from zerogap.numerics import preset
 from zerogap.ops.cpu import library
 from zerogap.rollout.engine import Engine

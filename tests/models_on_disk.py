@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from zerogap.errors import ConfigError
-from zerogap.models.spec import ModelSpec, RopeSpec
+from zerogap.models.rope_spec import RopeSpec
+from zerogap.models.spec import ModelSpec
 from zerogap.numerics import DType
 from zerogap.weights import ModelFiles, open_model
 from zerogap.weights.quick_start import fetch_quick_start_model

@@ -4,7 +4,8 @@
 from typing import Any
 
 from zerogap.models.decoder import Decoder
-from zerogap.models.spec import ModelSpec, RopeSpec
+from zerogap.models.rope_spec import RopeSpec
+from zerogap.models.spec import ModelSpec
 from zerogap.numerics import preset
 from zerogap.weights.random_model import random_tensors
 

@@ -9,6 +9,7 @@ import json
 import torch
 
 from tests.bits import hard_values, unit_values
+from zerogap.models.rope_spec import RopeSpec
 from zerogap.ops.activation import silu_mul
 from zerogap.ops.cpu import library
 from zerogap.ops.digest import digest
@@ -44,12 +45,9 @@ def context(positions: torch.Tensor | None = None, packs: list[int] | None = Non
     return ForwardContext(positions, none, none, 16, pack_starts=starts)
 
 
-class Scaling:
-    """RoPE settings as a model's config gives them."""
-
-    def __init__(self, theta: float, kind: str = "default") -> None:
-        self.theta, self.kind = theta, kind
-        self.factor, self.low_freq_factor, self.high_freq_factor, self.original_max_position = 8.0, 1.0, 4.0, 512
+def scaling(theta: float, kind: str = "default") -> RopeSpec:
+    """RoPE settings as a model's config gives them, for contexts of 512 tokens stretched by 8."""
+    return RopeSpec(theta, kind, 8.0, 1.0, 4.0, 512)
 
 
 def all_outputs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -71,9 +69,13 @@ def all_outputs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     x, per_head = values(4), handle(values(5, dim).detach(), head_leaves=2)
     grads(["heads", "dheads"], (head_norm(x, per_head, heads, EPS, 2, here),), [x])
     out |= {"norm weight": weight.grad, "head weight": per_head.grad}
-    out["table"] = rope_table(Scaling(10000.0, "llama3"), dim, 2000)
+    out["table"] = rope_table(scaling(10000.0, "llama3"), dim, 2000)
     q, k = values(6), values(7, rows, 2 * dim)
     grads(["q", "k", "dq", "dk"], rope(q, k, out["table"], dim, here), [q, k])
+    out["yarn table"] = rope_table(scaling(10000.0, "yarn"), dim, 2000)
+    q, k = values(13), values(14, rows, dim)
+    pairs = rope(q, k, out["yarn table"], dim, here, interleaved=True)
+    grads(["pair q", "pair k", "pair dq", "pair dk"], pairs, [q, k])
     g, u = values(8), values(9)
     grads(["silu", "dgate", "dup"], (silu_mul(g, u),), [g, u])
     table = handle(values(10, 50, width).detach())

@@ -14,7 +14,7 @@ import transformers
 
 from tests.models_on_disk import LLAMA3_ROPE, tiny_spec
 from zerogap.models.decoder import Decoder
-from zerogap.models.spec import RopeSpec
+from zerogap.models.rope_spec import RopeSpec
 from zerogap.numerics import DType, preset
 from zerogap.rl.loss import PolicyLoss
 from zerogap.train.trainer import Trainer

@@ -6,7 +6,8 @@ import torch
 
 from tests.bits import assert_same_bits
 from zerogap.models.decoder import Decoder
-from zerogap.models.spec import ModelSpec, RopeSpec
+from zerogap.models.rope_spec import RopeSpec
+from zerogap.models.spec import ModelSpec
 from zerogap.numerics import preset
 from zerogap.rollout.engine import Engine
 from zerogap.types import Sample

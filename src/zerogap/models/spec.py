@@ -3,7 +3,7 @@
 A key that decides bits and is missing, or has a value that the decoder does not compute, raises `ConfigError` with the
 key, the value and the mend, before any weight is read. Keys that only describe training (`attention_dropout`,
 `initializer_range`) are ignored on purpose: nothing here ever drops or initialises anything. Sources: the configuration
-classes of transformers for `llama`, `qwen2` and `qwen3`, in both spellings of the RoPE parameters.
+classes of transformers for `llama`, `qwen2` and `qwen3`.
 """
 
 import dataclasses
@@ -13,62 +13,11 @@ from typing import Any
 from zerogap.errors import ConfigError
 from zerogap.models.config_keys import MISSING, number, switch, whole
 from zerogap.models.refusals import refuse_unsupported
+from zerogap.models.rope_spec import RopeSpec
 from zerogap.numerics import DType, Numerics, names_tensor
 from zerogap.types import FP8Blocks, WeightSpec
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ROPE_KINDS = ("default", "llama3")
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding: base `theta`, and for `llama3` the four numbers of its frequency scaling (else unused)."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position: int = 0
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "RopeSpec":
-        """Read `rope_parameters` (new spelling), or `rope_theta` with `rope_scaling` (old spelling)."""
-        where = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-        table = config.get(where) or {}
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"config.{where}", table, "give a mapping with rope_type")
-        theta = table.get("rope_theta", config.get("rope_theta", MISSING))
-        if theta == MISSING:
-            raise ConfigError("config.rope_theta", MISSING, "add the base of the rotary embedding to config.json")
-        theta = number("rope_theta", theta)
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in ROPE_KINDS:
-            raise ConfigError(f"config.{where}.rope_type", kind, f"only {', '.join(ROPE_KINDS)} are computed")
-        if number(f"{where}.partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ConfigError(f"config.{where}.partial_rotary_factor", table["partial_rotary_factor"], "only 1.0 works")
-        if kind == "default":
-            return cls(theta)
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        for key in keys:
-            if key not in table:
-                raise ConfigError(f"config.{where}.{key}", MISSING, "llama3 scaling needs it")
-        factor, low, high, original = (number(f"{where}.{key}", table[key]) for key in keys)
-        if not high > low:
-            raise ConfigError(f"config.{where}.high_freq_factor", high, f"choose more than low_freq_factor ({low})")
-        return cls(theta, kind, factor, low, high, int(original))
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `rope_scaling` mapping (without theta)."""
-        table: dict[str, Any] = {"rope_type": self.kind}
-        if self.kind == "llama3":
-            table |= {
-                "factor": self.factor,
-                "low_freq_factor": self.low_freq_factor,
-                "high_freq_factor": self.high_freq_factor,
-                "original_max_position_embeddings": self.original_max_position,
-            }
-        return table
 
 
 @dataclasses.dataclass(frozen=True)

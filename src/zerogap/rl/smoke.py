@@ -15,7 +15,8 @@ from typing import Any
 
 from zerogap.config import RunConfig, contract_of, load_config
 from zerogap.errors import ConfigError
-from zerogap.models.spec import ModelSpec, RopeSpec
+from zerogap.models.rope_spec import RopeSpec
+from zerogap.models.spec import ModelSpec
 from zerogap.models.trainable import select_trainable
 from zerogap.numerics import PRESETS, names_tensor
 from zerogap.rl.loop import Run

@@ -24,25 +24,39 @@ void sine_cosine(double x, double* sine, double* cosine) {
     }
 }
 
-template <typename S> void rotate(const S* in, S* out, const float* table, int64_t heads, int64_t dim, bool inverse) {
-    const int64_t half = dim / 2;
+// 16 pairs (2i, 2i + 1), of which n exist.
+template <typename S> void rotate_pairs(const S* in, S* out, F16 c, F16 turn, int64_t n) {
+    float both[2 * LANES], x[LANES], y[LANES];
+    store(both, load_part(in, 2 * n)), store(both + LANES, load_part(in + LANES, 2 * n - LANES));
+    for (int64_t i = 0; i < LANES; i++) x[i] = both[2 * i], y[i] = both[2 * i + 1];
+    const F16 even = load(x), odd = load(y);
+    store(x, fma(even, c, negate(odd * turn))), store(y, fma(odd, c, even * turn));
+    for (int64_t i = 0; i < LANES; i++) both[2 * i] = x[i], both[2 * i + 1] = y[i];
+    store_part(out, load(both), 2 * n), store_part(out + LANES, load(both + LANES), 2 * n - LANES);
+}
+
+template <typename S> void rotate(const S* in, S* out, const Turned& p, const float* table, const RopeArgs& a) {
+    const int64_t half = a.head_dim / 2;
     over_lanes(half, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        const F16 c = load_part(table + i, n), s = load_part(table + half + i, n), turn = inverse ? negate(s) : s;
-        for (int64_t h = 0; h < heads; h++) {
-            const F16 x = load_part(in + h * dim + i, n), y = load_part(in + h * dim + half + i, n);
-            store_part(out + h * dim + i, fma(x, c, negate(y * turn)), n);
-            store_part(out + h * dim + half + i, fma(y, c, x * turn), n);
+        const F16 c = load_part(table + i, n), s = load_part(table + half + i, n), turn = a.inverse ? negate(s) : s;
+        for (int64_t h = 0; h < p.heads; h++) {
+            const S* from = in + h * p.head_stride;
+            S* to = out + h * p.out_head_stride;
+            if (a.interleaved) { rotate_pairs(from + 2 * i, to + 2 * i, c, turn, n); continue; }
+            const F16 x = load_part(from + i, n), y = load_part(from + half + i, n);
+            store_part(to + i, fma(x, c, negate(y * turn)), n);
+            store_part(to + half + i, fma(y, c, x * turn), n);
         }
     });
 }
 
 template <typename S> void rotate_rows(const RopeArgs& a, Team& team) {
-    const int64_t q_width = a.q_heads * a.head_dim, k_width = a.k_heads * a.head_dim, step = rows_per_item(q_width + k_width);
+    const int64_t step = rows_per_item((a.parts[0].heads + a.parts[1].heads) * a.head_dim);
     for (int64_t first; (first = team.next(0) * step) < a.rows;) {
         for (int64_t t = first; t < min_of(first + step, a.rows); t++) {
             const float* table = a.table + int64_t(a.positions[t]) * a.head_dim;
-            if (a.q) rotate(static_cast<const S*>(a.q) + t * q_width, static_cast<S*>(a.q_out) + t * q_width, table, a.q_heads, a.head_dim, a.inverse);
-            if (a.k) rotate(static_cast<const S*>(a.k) + t * k_width, static_cast<S*>(a.k_out) + t * k_width, table, a.k_heads, a.head_dim, a.inverse);
+            for (const Turned& p : a.parts)
+                if (p.x) rotate(static_cast<const S*>(p.x) + t * p.row_stride, static_cast<S*>(p.out) + t * p.out_row_stride, p, table, a);
         }
     }
 }
@@ -58,8 +72,8 @@ void run_rope_table(const void* args, Team& team) {
             for (int64_t i = 0; i < a.half; i++) {
                 double sine, cosine;
                 sine_cosine(double(p) * a.frequencies[i], &sine, &cosine);
-                out[i] = float(cosine);
-                out[a.half + i] = float(sine);
+                out[i] = float(cosine * a.factor);
+                out[a.half + i] = float(sine * a.factor);
             }
         }
     }

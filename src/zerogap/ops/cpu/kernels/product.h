@@ -42,6 +42,29 @@ struct ProductArgs {
 };
 void run_product(const void* args, Team& team);
 
+// Products of G weights of one shape, each with rows of its own, in one leaf each (experts; attention heads).
+struct GroupedSegment {
+    const void* x;       // storage dtype
+    const void* panels;  // [groups] packed weights [width, reduce]
+    void* out;           // ignored but in segment 0 where segments are summed
+    int64_t width, reduce;
+    // Elements from one row of a group to the next, and from a group to the next (0 where `starts` says where it is).
+    int64_t x_row_stride, x_group_stride, out_row_stride, out_group_stride;
+    // FP8 where panel_scales is given, as in ProductSegment; with `starts` only. x_scales: [all rows, ceil(reduce / 128)]
+    const float *x_scales, *panel_scales;
+    int64_t scale_row_stride, scale_col_stride;
+};
+
+struct GroupedArgs {
+    int64_t rows;           // of every group where `starts` is null
+    const int32_t* starts;  // [groups + 1] first row of each group, then the end of the last; or null
+    int64_t groups;
+    int32_t num_segments, mode;  // CONCATENATE or CHAIN
+    int32_t storage, out_fp32;
+    GroupedSegment segment[4];
+};
+void run_grouped_product(const void* args, Team& team);
+
 // out = rn(((sums[0] + sums[1]) + ...) + bias): the end of products whose FP32 sums were combined over ranks.
 struct FinishArgs {
     int64_t rows, n, num_sums;

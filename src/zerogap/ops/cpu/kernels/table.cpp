@@ -1,6 +1,7 @@
 // Every op of this build, by name. The order is of no account: ops/cpu/library.py asks for names and sizes.
 #include "attention.h"
 #include "activation.h"
+#include "columns.h"
 #include "digest.h"
 #include "embedding.h"
 #include "norm.h"
@@ -14,6 +15,7 @@ namespace zg {
 
 const OpEntry OPS[] = {
     {"product", run_product, sizeof(ProductArgs)},
+    {"grouped_product", run_grouped_product, sizeof(GroupedArgs)},
     {"finish", run_finish, sizeof(FinishArgs)},
     {"weight_grad", run_weight_grad, sizeof(WeightGradArgs)},
     {"column_grad", run_column_grad, sizeof(ColumnGradArgs)},
@@ -43,6 +45,7 @@ const OpEntry OPS[] = {
     {"adamw", run_adamw, sizeof(AdamWArgs)},
     {"square_sums", run_square_sums, sizeof(SquareSumsArgs)},
     {"add", run_add, sizeof(AddArgs)},
+    {"copy_columns", run_copy_columns, sizeof(CopyColumnsArgs)},
     {"digest", run_digest, sizeof(DigestArgs)},
     {"logprob", run_logprob, sizeof(LogprobArgs)},
     {"logprob_grad", run_logprob_grad, sizeof(LogprobGradArgs)},

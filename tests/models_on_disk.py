@@ -1,4 +1,4 @@
-"""Small models on disk for tests: specs of the three families, the quick-start model, and hand-written GGUF files."""
+"""Small models on disk for tests: specs of every family, the quick-start model, and hand-written GGUF files."""
 
 from functools import cache
 from pathlib import Path
@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from zerogap.errors import ConfigError
+from zerogap.models.latent_spec import LatentSpec
+from zerogap.models.moe_spec import MoESpec
 from zerogap.models.rope_spec import RopeSpec
 from zerogap.models.spec import ModelSpec
 from zerogap.numerics import DType
+from zerogap.ops.latent import LatentSizes
+from zerogap.ops.moe import Routing
 from zerogap.weights import ModelFiles, open_model
 from zerogap.weights.quick_start import fetch_quick_start_model
 from zerogap.weights.random_model import random_tensors
@@ -20,7 +24,11 @@ LLAMA3_ROPE = RopeSpec(10000.0, "llama3", 8.0, 1.0, 4.0, 256)
 
 
 def tiny_spec(family: str, tied: bool = False, **changes) -> ModelSpec:
-    """A two-layer model of the family with grouped queries and a head_dim that hidden_size / num_heads is not."""
+    """A two-layer model of the family with grouped queries and a head_dim that hidden_size / num_heads is not.
+
+    `qwen3_moe`: 6 experts of 48, two per token. `deepseek_v3`: a dense layer, then 8 experts of 48 in 4 groups, three
+    per token of 2 groups, beside one shared; 6 heads over a latent of 64, and compressed queries.
+    """
     fields = {
         "hidden_size": 96,
         "intermediate_size": 160,
@@ -33,12 +41,18 @@ def tiny_spec(family: str, tied: bool = False, **changes) -> ModelSpec:
         "rope": RopeSpec(10000.0),
         "qkv_bias": family == "qwen2",
         "o_bias": False,
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
         "max_position": 1024,
         "eos_token_ids": (2,),
         "bos_token_id": 1,
         "pad_token_id": None,
     }
+    if family == "qwen3_moe":
+        fields["moe"] = MoESpec(Routing(6, 2, "softmax", normalise=True, scaling=1.0), expert_size=48)
+    if family == "deepseek_v3":
+        rule = Routing(8, 3, "sigmoid", normalise=True, scaling=2.5, groups=4, top_groups=2)
+        fields |= {"num_kv_heads": 6, "head_dim": 48, "mla": LatentSpec(LatentSizes(6, 32, 16, 64, 32), q_rank=64)}
+        fields["moe"] = MoESpec(rule, expert_size=48, shared_size=48, dense_layers=(0,), has_bias=True)
     return ModelSpec(family=family, tied=tied, **(fields | changes))
 
 

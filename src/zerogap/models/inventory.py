@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from zerogap.errors import CheckpointError, ContractError
 from zerogap.models.spec import ModelSpec
+from zerogap.models.tensors import ROUTER
 from zerogap.numerics import DType, Numerics, names_tensor
 from zerogap.types import WeightSpec
 
@@ -95,7 +96,7 @@ def layer_of(name: str) -> int | None:
 
 def _form(spec: ModelSpec, numerics: Numerics, weight: WeightSpec) -> TensorForm:
     size, layer = math.prod(weight.shape), layer_of(weight.name)
-    plain = size * numerics.storage.nbytes
+    plain = size * (DType.FP32 if weight.kind == "buffer" else numerics.storage).nbytes
     if weight.fp8 is None:
         return TensorForm(weight.name, weight.shape, layer, False, _why(spec, numerics, weight, layer), plain)
     blocks = math.prod(-(-width // BLOCK) for width in weight.shape)
@@ -110,6 +111,12 @@ def _why(spec: ModelSpec, numerics: Numerics, weight: WeightSpec, layer: int | N
         return "head" if weight.kind == "matrix" else "norm"
     if weight.kind == "vector":
         return "bias" if weight.name.endswith(".bias") else "norm"
+    if weight.kind == "buffer":
+        return "buffer of the router, FP32"
+    if weight.name.endswith(ROUTER):
+        return "router: its choice is discrete"
+    if weight.kind == "heads":
+        return "latent expansion, used head by head"
     if numerics.linear is not DType.FP8:
         return f"contract: linear {numerics.linear.value}"
     if layer < numerics.bf16_first:

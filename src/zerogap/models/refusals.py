@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerogap.errors import ConfigError
-from zerogap.models.config_keys import MISSING, switch
+from zerogap.models.config_keys import MISSING, switch, whole
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -23,8 +23,18 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     if kinds:
         raise ConfigError("config.layer_types", kinds, "only full_attention layers are computed")
     _refuse_other_quantisation(config.get("quantization_config"))
+    extra_layers(config)
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config.partial_rotary_factor", config["partial_rotary_factor"], "only 1.0 is computed")
+
+
+def extra_layers(config: Mapping[str, Any]) -> int:
+    """How many layers of extra prediction heads a checkpoint may hold behind the decoder's; they are never computed.
+
+    `num_nextn_predict_layers` of DeepSeek-V3 (multi-token prediction, arXiv 2412.19437, section 2.2).
+    """
+    key = "num_nextn_predict_layers"
+    return 0 if config.get(key) in (None, 0) else whole(config, key)
 
 
 def _refuse_other_quantisation(quantisation: object) -> None:

@@ -3,7 +3,7 @@
 A key that decides bits and is missing, or has a value that the decoder does not compute, raises `ConfigError` with the
 key, the value and the mend, before any weight is read. Keys that only describe training (`attention_dropout`,
 `initializer_range`) are ignored on purpose: nothing here ever drops or initialises anything. Sources: the configuration
-classes of transformers for `llama`, `qwen2` and `qwen3`.
+classes of transformers for `llama`, `qwen2`, `qwen3`, `qwen3_moe` and `deepseek_v3` (Moonlight, too).
 """
 
 import dataclasses
@@ -12,17 +12,34 @@ from typing import Any
 
 from zerogap.errors import ConfigError
 from zerogap.models.config_keys import MISSING, number, switch, whole
+from zerogap.models.latent_spec import LATENT_FAMILIES, LatentSpec
+from zerogap.models.moe_spec import ROUTED_FAMILIES, MoESpec
 from zerogap.models.refusals import refuse_unsupported
 from zerogap.models.rope_spec import RopeSpec
-from zerogap.numerics import DType, Numerics, names_tensor
-from zerogap.types import FP8Blocks, WeightSpec
+from zerogap.models.tensors import tensor_specs
+from zerogap.numerics import DType, Numerics
+from zerogap.types import WeightSpec
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder. Sizes are logical (unsharded); `head_dim` is a multiple of 16."""
+    """A decoder. Sizes are logical (unsharded); `head_dim` is a multiple of 16.
+
+    Attributes:
+        intermediate_size: inner size of dense MLPs.
+        head_dim: elements of a query head, and of a key and a value but where `mla` says otherwise.
+        qkv_bias: biases of q, k and v; with `mla`, of the projections down to the latents.
+        moe: the routed layers, or None where all MLPs are dense.
+        mla: latent attention, or None for plain attention. `num_kv_heads` is `num_heads` then.
+    """
 
     family: str
     hidden_size: int
@@ -42,10 +59,14 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    moe: MoESpec | None = None
+    mla: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError("config.model_type", self.family, f"supported are {', '.join(FAMILIES)}")
+        assert (self.moe is None) == (self.family not in ROUTED_FAMILIES), f"{self.family} with {self.moe}"
+        assert (self.mla is None) == (self.family not in LATENT_FAMILIES), f"{self.family} with {self.mla}"
         if self.head_dim % 16:
             raise ConfigError("config.head_dim", self.head_dim, "the attention kernels need a multiple of 16")
         if self.num_heads % self.num_kv_heads:
@@ -70,15 +91,8 @@ class ModelSpec:
             raise ConfigError("config.model_type", family, f"supported are {', '.join(FAMILIES)}")
         refuse_unsupported(config)
         hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
-        head_dim = config.get("head_dim")
-        if head_dim is not None:
-            head_dim = whole(config, "head_dim")
-        elif family == "qwen3":  # its default is 128 whatever the hidden size, so absence says nothing
-            raise ConfigError("config.head_dim", MISSING, "qwen3 models state it; add it to config.json")
-        elif hidden % heads:
-            raise ConfigError("config.hidden_size", hidden, f"not a multiple of num_attention_heads ({heads})")
-        else:
-            head_dim = hidden // heads  # the definition of llama and qwen2, not a guess
+        mla = LatentSpec.from_hf(config)
+        head_dim = mla.sizes.nope + mla.sizes.rope if mla else _head_dim(config, family, hidden, heads)
         # Absent means no bias for these families; a bias tensor in the file would be reported as unexpected.
         bias = switch(config, "attention_bias", default=False)
         if family == "qwen2" and "attention_bias" in config and not bias:
@@ -89,7 +103,7 @@ class ModelSpec:
             intermediate_size=whole(config, "intermediate_size"),
             num_layers=whole(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=whole(config, "num_key_value_heads"),
+            num_kv_heads=heads if mla else whole(config, "num_key_value_heads"),
             head_dim=head_dim,
             vocab_size=whole(config, "vocab_size"),
             norm_eps=number("rms_norm_eps", config.get("rms_norm_eps", MISSING)),
@@ -97,11 +111,13 @@ class ModelSpec:
             tied=switch(config, "tie_word_embeddings"),
             qkv_bias=bias or family == "qwen2",
             o_bias=bias and family != "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             max_position=whole(config, "max_position_embeddings"),
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=config.get("bos_token_id"),
             pad_token_id=config.get("pad_token_id"),
+            moe=MoESpec.from_hf(config),
+            mla=mla,
         )
 
     def to_hf(self, storage: DType = DType.BF16) -> dict[str, Any]:
@@ -136,9 +152,18 @@ class ModelSpec:
             config["attention_bias"] = self.qkv_bias
         if self.family == "llama":
             config["mlp_bias"] = False
-        else:
+        elif self.mla is None:
             config |= {"use_sliding_window": False, "sliding_window": None}
+        if self.mla is not None:  # extra prediction heads are neither read nor written
+            config |= self.mla.to_hf() | {"num_nextn_predict_layers": 0}
+        if self.moe is not None:
+            config |= self.moe.to_hf(self.family)
         return config
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated elements of a head."""
+        return self.head_dim if self.mla is None else self.mla.sizes.rope
 
     @property
     def q_width(self) -> int:
@@ -151,67 +176,23 @@ class ModelSpec:
     def weight_specs(self, numerics: Numerics) -> dict[str, WeightSpec]:
         """Every tensor of the checkpoint by its Hugging Face name, in checkpoint-name order (`sorted`).
 
-        A tied head is `model.embed_tokens.weight` itself; there is no `lm_head.weight` then.
+        A tied head is `model.embed_tokens.weight` itself; there is no `lm_head.weight` then. Stacks of experts and the
+        expansion of latent attention are `WeightSpec.stack` and kind `heads`.
+
+        Raises:
+            ConfigError: the contract names a tensor that there is not, or quantises nothing, or part of a stack.
         """
-        hidden, leaf_size = self.hidden_size, numerics.vocab_leaf_size(self.vocab_size)
-        embed = "model.embed_tokens.weight"
-        shape = (self.vocab_size, hidden)
-        specs = [
-            WeightSpec(embed, shape, "embedding", out_leaf_size=leaf_size if self.tied else 0),
-            WeightSpec("model.norm.weight", (hidden,), "vector"),
-        ]
-        if not self.tied:
-            specs.append(WeightSpec("lm_head.weight", shape, "matrix", out_leaf_size=leaf_size))
-        for layer in range(self.num_layers):
-            specs += self._quantised(self._layer_specs(f"model.layers.{layer}.", numerics), layer, numerics)
-        by_name = {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
-        if numerics.linear is DType.FP8 and not any(spec.fp8 for spec in specs):
-            kept = (numerics.bf16_first, numerics.bf16_last, *numerics.bf16_tensors)
-            mend = f"nothing of this model's {self.num_layers} layers is left to quantise: keep less, or choose bf16"
-            raise ConfigError("numerics.bf16_layers", kept, mend)
-        for pattern in numerics.bf16_tensors:
-            if not any(names_tensor(pattern, name) for name in by_name):
-                mend = "no tensor of this model matches; patterns are whole parts of names, such as mlp.down_proj"
-                raise ConfigError("numerics.bf16_layers.tensors", pattern, mend)
-        return by_name
+        return tensor_specs(self, numerics)
 
-    def _quantised(self, specs: list[WeightSpec], layer: int, numerics: Numerics) -> list[WeightSpec]:
-        """The specs of one layer, with the matrices marked that the contract quantises."""
-        blocks = FP8Blocks(numerics.scale_format, numerics.linear_grad is DType.FP8)
-        return [
-            dataclasses.replace(spec, fp8=blocks)
-            if spec.kind == "matrix" and numerics.quantises(spec.name, layer, self.num_layers)
-            else spec
-            for spec in specs
-        ]
 
-    def _layer_specs(self, prefix: str, numerics: Numerics) -> list[WeightSpec]:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_leaves = numerics.head_leaves(self.num_heads, self.q_width)
-        kv_leaves = numerics.head_leaves(self.num_kv_heads, self.kv_width)
-        mlp_leaves = numerics.axis_leaves(inner)
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        specs = [
-            WeightSpec(attn + "q_proj.weight", (self.q_width, hidden), "matrix", out_leaves=q_leaves),
-            WeightSpec(attn + "k_proj.weight", (self.kv_width, hidden), "matrix", out_leaves=kv_leaves),
-            WeightSpec(attn + "v_proj.weight", (self.kv_width, hidden), "matrix", out_leaves=kv_leaves),
-            WeightSpec(attn + "o_proj.weight", (hidden, self.q_width), "matrix", in_leaves=q_leaves),
-            WeightSpec(mlp + "gate_proj.weight", (inner, hidden), "matrix", out_leaves=mlp_leaves),
-            WeightSpec(mlp + "up_proj.weight", (inner, hidden), "matrix", out_leaves=mlp_leaves),
-            WeightSpec(mlp + "down_proj.weight", (hidden, inner), "matrix", in_leaves=mlp_leaves),
-            WeightSpec(prefix + "input_layernorm.weight", (hidden,), "vector"),
-            WeightSpec(prefix + "post_attention_layernorm.weight", (hidden,), "vector"),
-        ]
-        if self.qkv_bias:
-            widths = {"q": self.q_width, "k": self.kv_width, "v": self.kv_width}
-            specs += [WeightSpec(f"{attn}{part}_proj.bias", (width,), "vector") for part, width in widths.items()]
-        if self.o_bias:
-            specs.append(WeightSpec(attn + "o_proj.bias", (hidden,), "vector"))
-        if self.qk_norm:
-            leaves = {"q": q_leaves, "k": kv_leaves}
-            shape = (self.head_dim,)
-            specs += [WeightSpec(f"{attn}{p}_norm.weight", shape, "vector", head_leaves=leaves[p]) for p in "qk"]
-        return specs
+def _head_dim(config: Mapping[str, Any], family: str, hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return whole(config, "head_dim")
+    if family == "qwen3":  # its default is 128 whatever the hidden size, so absence says nothing
+        raise ConfigError("config.head_dim", MISSING, "qwen3 models state it; add it to config.json")
+    if hidden % heads:
+        raise ConfigError("config.hidden_size", hidden, f"not a multiple of num_attention_heads ({heads})")
+    return hidden // heads  # the definition of llama, qwen2 and qwen3_moe, not a guess
 
 
 def token_ids(value: object) -> tuple[int, ...]:

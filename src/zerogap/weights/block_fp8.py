@@ -15,7 +15,7 @@ from zerogap.types import BlockCodes
 
 CODES_DTYPE = "F8_E4M3"  # as safetensors names it
 BLOCK = 128
-_SUFFIX = "_scale_inv"
+SCALES_SUFFIX = "_scale_inv"
 _SCALE_DTYPES = ("F32", "BF16")
 
 
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 def tensor_of(name: str) -> str:
     """The tensor that a stored name belongs to: itself, or the one whose scales it names."""
-    return name.removesuffix(_SUFFIX)
+    return name.removesuffix(SCALES_SUFFIX)
 
 
 def scales_of(where: str, stored: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, str]:
@@ -38,11 +38,11 @@ def scales_of(where: str, stored: Mapping[str, Stored], config: Mapping[str, Any
         CheckpointError: scales are missing, have another shape or dtype, or belong to nothing; codes where `config`
             (config.json) has no quantization_config.
     """
-    pairs = {name: name + _SUFFIX for name, (dtype, _) in stored.items() if dtype == CODES_DTYPE}
+    pairs = {name: name + SCALES_SUFFIX for name, (dtype, _) in stored.items() if dtype == CODES_DTYPE}
     if pairs and config.get("quantization_config") is None:
         raise CheckpointError(f"{where}: {min(pairs)} is {CODES_DTYPE}, but config.json has no quantization_config")
     for name in stored:
-        if name.endswith(_SUFFIX) and tensor_of(name) not in pairs:
+        if name.endswith(SCALES_SUFFIX) and tensor_of(name) not in pairs:
             raise CheckpointError(f"{where}: {name} has no {CODES_DTYPE} tensor {tensor_of(name)}")
     for name, scales in pairs.items():
         shape = stored[name].shape
@@ -67,7 +67,7 @@ def from_stored(codes: torch.Tensor, scales: torch.Tensor) -> BlockCodes:
 def to_stored(name: str, tensor: torch.Tensor | BlockCodes) -> dict[str, torch.Tensor]:
     """The tensors that a file holds for one tensor of the model, by name."""
     if isinstance(tensor, BlockCodes):
-        return {name: tensor.codes.view(torch.float8_e4m3fn), name + _SUFFIX: tensor.scales}
+        return {name: tensor.codes.view(torch.float8_e4m3fn), name + SCALES_SUFFIX: tensor.scales}
     return {name: tensor}
 
 
@@ -79,6 +79,8 @@ def quantization_config(matrices: Iterable[str], quantised: Iterable[str]) -> di
         quantised: names of those that are stored as codes.
     """
     kept = {name.removesuffix(".weight") for name in set(matrices) - set(quantised)} | {"lm_head"}
+    # To transformers the experts of a layer are one module: it stays as it is where all of them do.
+    kept |= {_experts_of(name) for name in kept} - {_experts_of(name) for name in quantised} - {""}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -86,3 +88,9 @@ def quantization_config(matrices: Iterable[str], quantised: Iterable[str]) -> di
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": sorted(kept),
     }
+
+
+def _experts_of(name: str) -> str:
+    """`model.layers.3.mlp.experts` for the tensors in it, else nothing."""
+    before, found, _ = name.partition(".mlp.experts.")
+    return before + ".mlp.experts" if found else ""

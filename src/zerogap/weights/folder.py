@@ -1,6 +1,7 @@
 """Read a Hugging Face folder: safetensors (one file, or shards with an index), tokenizer files, chat template.
 
-Tensors are FP32, FP16 or BF16, or matrices in block-FP8 (`zerogap.weights.block_fp8`).
+Tensors are FP32, FP16 or BF16, or matrices in block-FP8 (`zerogap.weights.block_fp8`); experts stand alone or stacked
+(`zerogap.weights.expert_stacks`). Extra prediction heads are skipped with a warning.
 
 Only safetensors are read, never pickles. A truncated or corrupt file is a `CheckpointError` with the file's name.
 """
@@ -16,7 +17,15 @@ from safetensors import SafetensorError, safe_open
 from zerogap.errors import CheckpointError
 from zerogap.types import BlockCodes
 from zerogap.weights import block_fp8
-from zerogap.weights.model_files import ModelFiles, check_tensors, is_derived, read_json
+from zerogap.weights.expert_stacks import unstack
+from zerogap.weights.model_files import (
+    ModelFiles,
+    check_tensors,
+    extra_layer,
+    is_derived,
+    read_json,
+    warn_of_extra_layers,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -52,34 +61,44 @@ class FolderFiles(ModelFiles):
         )
         self._file_of: dict[str, Path] = {}
         found: dict[str, block_fp8.Stored] = {}
+        extra: list[str] = []
         for path in _weight_files(folder):
             for name, stored in _read_header(path).items():
                 if name in found:
                     raise CheckpointError(f"{path}: {name} is also in {self._file_of[name].name}")
-                if not is_derived(block_fp8.tensor_of(name), self.spec):
+                if extra_layer(name, self.spec, self.config) is not None:
+                    extra.append(name)
+                elif not is_derived(block_fp8.tensor_of(name), self.spec):
                     self._file_of[name], found[name] = path, stored
-        self._scales_of = block_fp8.scales_of(str(folder), found, self.config)
+        single = unstack(str(folder), found, self.spec)
+        self._places = single.places
+        self._scales_of = block_fp8.scales_of(str(folder), single.stored, self.config)
         self.stored_codes = frozenset(self._scales_of)
-        shapes = {name: stored.shape for name, stored in found.items() if block_fp8.tensor_of(name) == name}
+        shapes = {name: stored.shape for name, stored in single.stored.items() if block_fp8.tensor_of(name) == name}
         check_tensors(str(folder), self.spec, shapes)
+        self._names = sorted(shapes)
+        warn_of_extra_layers(str(folder), extra, self.spec)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | BlockCodes]]:
         with contextlib.ExitStack() as stack:
             readers: dict[Path, Any] = {}
 
             def read(name: str) -> torch.Tensor:
-                path = self._file_of[name]
+                place = self._places.get(name)
+                path = self._file_of[name if place is None else place.stored_name]
                 try:
                     if path not in readers:
                         readers[path] = stack.enter_context(safe_open(path, framework="pt"))
-                    return readers[path].get_tensor(name)
+                    if place is None:
+                        return readers[path].get_tensor(name)
+                    return readers[path].get_slice(place.stored_name)[place.expert, place.first : place.last]
                 except (SafetensorError, OSError) as error:
                     raise CheckpointError(f"{path}: cannot read {name} ({error})") from error
 
-            for name in sorted(self._file_of):
+            for name in self._names:
                 if name in self._scales_of:
                     yield name, block_fp8.from_stored(read(name), read(self._scales_of[name]))
-                elif block_fp8.tensor_of(name) == name:
+                else:
                     yield name, read(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from zerogap.errors import CheckpointError, ConfigError
-from zerogap.models.spec import FAMILIES, ModelSpec
+from zerogap.models.spec import ModelSpec
 from zerogap.weights.gguf_tokenizer import tokenizer_files
 from zerogap.weights.model_files import ModelFiles, check_tensors
 
 _KINDS = gguf.GGMLQuantizationType
+FAMILIES = ("llama", "qwen2", "qwen3")
 _READ_KINDS = (_KINDS.F32, _KINDS.F16, _KINDS.BF16, _KINDS.Q8_0, _KINDS.Q4_1)
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -9,13 +9,15 @@ model, not sampling defaults, so those of config.json and generation_config.json
 import abc
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerogap.errors import CheckpointError
+from zerogap.models.refusals import extra_layers
 from zerogap.models.spec import ModelSpec, token_ids
 from zerogap.numerics import PRESETS
 from zerogap.types import BlockCodes
@@ -106,6 +108,26 @@ def check_tensors(where: str, spec: ModelSpec, found: Mapping[str, tuple[int, ..
 def is_derived(name: str, spec: ModelSpec) -> bool:
     """True for tensors that a checkpoint may repeat although the config implies them: never read, never an error."""
     return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight")
+
+
+def extra_layer(name: str, spec: ModelSpec, config: Mapping[str, Any]) -> int | None:
+    """The layer of extra prediction heads that a tensor belongs to, or None: they stand behind the decoder's layers."""
+    parts = name.split(".")
+    if parts[:2] != ["model", "layers"] or not parts[2:] or not parts[2].isdigit():
+        return None
+    layer = int(parts[2])
+    return layer if spec.num_layers <= layer < spec.num_layers + extra_layers(config) else None
+
+
+def warn_of_extra_layers(where: str, names: Iterable[str], spec: ModelSpec) -> None:
+    """Say loudly which tensors are not read."""
+    names = sorted(names)
+    if names:
+        warnings.warn(
+            f"{where}: {len(names)} tensors of extra prediction heads are skipped (model.layers.{spec.num_layers} and "
+            f"above, num_nextn_predict_layers): {_some(names)}; nothing computes them, and exports leave them out",
+            stacklevel=3,
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Models with random weights, for tests and for `verify` where no checkpoint is at hand.
 
 Every matrix matters: rows have unit expected gain, norm weights and biases are not trivial, and the head is scaled so
-that logits spread with standard deviation `peak`. With flat logits a wrong forward pass looks right.
+that logits spread with standard deviation `peak`. With flat logits a wrong forward pass looks right. So do
+routers: their logits spread, so that the chosen experts have unequal weights and a wrong choice shows.
 """
 
 import math
@@ -13,10 +14,13 @@ from pathlib import Path
 import torch
 
 from zerogap.models.spec import ModelSpec
+from zerogap.models.tensors import ROUTER
 from zerogap.numerics import PRESETS, DType
 from zerogap.ops.backend import TORCH_DTYPES
 from zerogap.types import WeightSpec
 from zerogap.weights.save import MAX_SHARD_BYTES, save_folder
+
+ROUTER_PEAK = 2.0  # standard deviation of router logits
 
 
 def random_tensors(
@@ -26,20 +30,23 @@ def random_tensors(
 
     Args:
         peak: standard deviation of the logits (the head's input has unit mean square).
-        storage: dtype of the tensors; values are drawn in FP32 and rounded once.
+        storage: dtype of the tensors, buffers excepted; values are drawn in FP32 and rounded once.
     """
     for name, weight in spec.weight_specs(PRESETS["fp32"]).items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))  # it looks at 32 bits only
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-        yield name, _scaled(spec, weight, noise, peak).to(TORCH_DTYPES[storage])
+        dtype = torch.float32 if weight.kind == "buffer" else TORCH_DTYPES[storage]
+        yield name, _scaled(spec, weight, noise, peak).to(dtype)
 
 
 def _scaled(spec: ModelSpec, weight: WeightSpec, noise: torch.Tensor, peak: float) -> torch.Tensor:
     if weight.name.endswith("norm.weight"):
         return 1.0 + 0.1 * noise
-    if weight.kind == "vector":  # biases
+    if weight.kind in ("vector", "buffer"):  # biases
         return 0.2 * noise
     gain = peak if weight.name == "lm_head.weight" or (weight.kind == "embedding" and spec.tied) else 1.0
+    if weight.name.endswith(ROUTER):
+        gain = ROUTER_PEAK
     if weight.kind == "embedding" and not spec.tied:
         return noise
     return noise * (gain / math.sqrt(weight.shape[1]))

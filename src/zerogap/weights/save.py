@@ -43,8 +43,8 @@ def save_folder(
         path: the folder; its parents are made.
         spec: what `config.json` will say.
         tensors: (Hugging Face name, tensor) pairs, exactly those of the spec, stored in their own dtypes. `config.json`
-            says bfloat16 if all are BF16, else float32, so that a loader loses nothing. Matrices given as `BlockCodes`
-            are stored in block-FP8, and `config.json` gets their `quantization_config`.
+            says bfloat16 if all but the buffers are BF16, else float32, so that a loader loses nothing. Matrices given
+            as `BlockCodes` are stored in block-FP8, and `config.json` gets their `quantization_config`.
         files: the model this one came from: its tokenizer, chat template, generation config and the config keys that
             the spec does not hold are carried over.
         numerics_meta: JSON-ready facts about the contract, written to zerogap.json.
@@ -81,8 +81,10 @@ def _write_shards(
     """Stream tensors into safetensors files, and an index if there are several.
 
     Returns:
-        the dtype of those that are not quantised, and the names of those that are.
+        the dtype of those that are not quantised (buffers stay FP32 beside any), and the names of those that are.
     """
+    weights = spec.weight_specs(PRESETS["fp32"])
+    buffers = {name for name, weight in weights.items() if weight.kind == "buffer"}
     quantised: list[str] = []
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[list[str]] = []
@@ -105,7 +107,7 @@ def _write_shards(
             quantised.append(name)
         elif tensor.dtype not in _DTYPES:
             raise ConfigError(f"tensors[{name}]", tensor.dtype, "give FP32, BF16 or FP16")
-        else:
+        elif name not in buffers:
             dtypes.add(tensor.dtype)
         parts = block_fp8.to_stored(name, tensor)
         nbytes = sum(part.nbytes for part in parts.values())
@@ -142,7 +144,8 @@ def _other_files(
     config = {**carried, **spec.to_hf(dtype)}
     config.pop("quantization_config", None)  # of the model this one came from
     if quantised:
-        matrices = [n for n, weight in spec.weight_specs(PRESETS["fp32"]).items() if weight.kind == "matrix"]
+        weights = spec.weight_specs(PRESETS["fp32"])
+        matrices = [name for name, weight in weights.items() if weight.kind in ("matrix", "heads")]
         config["quantization_config"] = block_fp8.quantization_config(matrices, quantised)
     # These ids are what ends a completion; an own generation_config.json would otherwise win over config.json.
     generation: dict[str, Any] = {} if files is None else dict(files.generation_config or {})

@@ -1,6 +1,7 @@
 """E4M3 codes and the block quantiser on tensors. Mirrors kernels/quant.h; see `zerogap.ops.quant`."""
 
 import ctypes
+import math
 
 import torch
 
@@ -30,7 +31,7 @@ class _QuantiseRowsArguments(Arguments):
     _fields_ = (
         ("rows", _int64),
         *[(name, _address) for name in ("x", "grid", "scales")],
-        ("k", _int64),
+        *[(name, _int64) for name in ("k", "lines")],
         ("pow2", _int32),
     )
 
@@ -123,12 +124,15 @@ def allocate_panels(n: int, k: int) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(grid values BF16 [M, K], scales FP32 [M, ceil(K / 128)]) of x, BF16 [M, K]; one recordable command."""
-    assert x.dtype == torch.bfloat16 and x.dim() == 2, f"quantise_rows takes BF16 rows, not {x.dtype} {tuple(x.shape)}"
-    rows, k = x.shape
-    grid, scales = empty(x, (k,), torch.bfloat16), empty(x, (-(-k // BLOCK),), torch.float32)
-    pow2 = SCALE_FORMATS[scale_format]
-    submit(_quantise_rows, _QuantiseRowsArguments(rows, pointer(x), pointer(grid), pointer(scales), k, pow2), x)
+    """(grid values BF16 like x, scales FP32 [M, ceil(K / 128)]) of x, BF16 [M, K]; one recordable command.
+
+    x may hold several lines per row, [M, lines, K]: then scales are [M, lines, ceil(K / 128)].
+    """
+    assert x.dtype == torch.bfloat16 and x.dim() in (2, 3), f"quantise_rows takes BF16 rows: {x.dtype} {tuple(x.shape)}"
+    (rows, *lines, k), pow2 = x.shape, SCALE_FORMATS[scale_format]
+    grid, scales = empty(x, (*lines, k), torch.bfloat16), empty(x, (*lines, -(-k // BLOCK)), torch.float32)
+    arguments = _QuantiseRowsArguments(rows, pointer(x), pointer(grid), pointer(scales), k, math.prod(lines), pow2)
+    submit(_quantise_rows, arguments, x)
     return grid, scales
 
 

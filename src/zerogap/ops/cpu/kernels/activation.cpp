@@ -1,17 +1,10 @@
 // SiLU * up over flat elements: rows have no say in it.
 #include "activation.h"
 #include "lanes.h"
+#include "sigmoid.h"
 
 namespace zg {
 namespace {
-
-struct Sigmoid { F16 sig, rest; };  // sigmoid(g) and 1 - sigmoid(g)
-
-inline Sigmoid sigmoid(F16 g) {
-    const F16 one = set1(1.0f), e = exp(negate(abs(g))), sum = one + e;
-    const M16 positive = greater_equal(g, zero());
-    return {select(positive, one, e) / sum, select(positive, e, one) / sum};
-}
 
 template <typename S> void forward(const SiluMulArgs& a, Team& team) {
     const int64_t total = a.rows * a.width;

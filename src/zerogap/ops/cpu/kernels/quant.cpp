@@ -118,9 +118,9 @@ template <typename S> void quantise_weight(const QuantiseWeightArgs& a, Team& te
 
 void run_quantise_rows(const void* args, Team& team) {
     const QuantiseRowsArgs& a = *static_cast<const QuantiseRowsArgs*>(args);
-    const int64_t across = ceil_div(a.k, B), step = rows_per_item(a.k);
-    for (int64_t first; (first = team.next(0) * step) < a.rows;)
-        for (int64_t row = first; row < min_of(first + step, a.rows); row++)
+    const int64_t across = ceil_div(a.k, B), step = rows_per_item(a.k), total = a.rows * a.lines;
+    for (int64_t first; (first = team.next(0) * step) < total;)
+        for (int64_t row = first; row < min_of(first + step, total); row++)
             for (int64_t block = 0; block < across; block++) {
                 const int64_t start = row * a.k + block * B, wide = min_of(B, a.k - block * B);
                 const float scale = block_scale(block_amax(a.x + start, wide), a.pow2);

@@ -44,13 +44,13 @@ constexpr int64_t fp8_place(int64_t column) {
 }
 static inline int64_t fp8_panel_size(int64_t reduce) { return ceil_div(reduce, 2) * FP8_STEP; }
 
-// Rows to grid values and scales, each 1 x 128 block by its own largest magnitude.
+// Rows to grid values and scales, each 1 x 128 block by its own largest magnitude. A row may be several lines of k.
 struct QuantiseRowsArgs {
     int64_t rows;
-    const bf16* x;  // [rows, k]
-    bf16* grid;     // [rows, k]
-    float* scales;  // [rows, ceil(k / 128)]
-    int64_t k;
+    const bf16* x;  // [rows * lines, k]
+    bf16* grid;     // [rows * lines, k]
+    float* scales;  // [rows * lines, ceil(k / 128)]
+    int64_t k, lines;
     int32_t pow2;   // 1: scales are powers of two
 };
 void run_quantise_rows(const void* args, Team& team);

@@ -4,6 +4,7 @@
 #include "columns.h"
 #include "digest.h"
 #include "embedding.h"
+#include "moe.h"
 #include "norm.h"
 #include "optim.h"
 #include "product.h"
@@ -39,6 +40,13 @@ const OpEntry OPS[] = {
     {"rope_table", run_rope_table, sizeof(RopeTableArgs)},
     {"silu_mul", run_silu_mul, sizeof(SiluMulArgs)},
     {"silu_mul_grad", run_silu_mul_grad, sizeof(SiluMulGradArgs)},
+    {"route", run_route, sizeof(RouteArgs)},
+    {"dispatch", run_dispatch, sizeof(DispatchArgs)},
+    {"spread", run_spread, sizeof(SpreadArgs)},
+    {"combine", run_combine, sizeof(CombineArgs)},
+    {"combine_grad", run_combine_grad, sizeof(CombineGradArgs)},
+    {"route_grad", run_route_grad, sizeof(RouteGradArgs)},
+    {"gather_sum", run_gather_sum, sizeof(GatherSumArgs)},
     {"gather", run_gather, sizeof(GatherArgs)},
     {"scatter", run_scatter, sizeof(ScatterArgs)},
     {"embedding_grad", run_embedding_grad, sizeof(EmbeddingGradArgs)},

@@ -28,7 +28,7 @@ from zerogap.ops import tap
 from zerogap.ops.cpu import gemm as cpu
 from zerogap.ops.cpu import quant
 from zerogap.ops.handle import WeightHandle
-from zerogap.types import LOCAL, Exchange, ForwardContext
+from zerogap.types import LOCAL, Exchange, ForwardContext, FP8Blocks
 
 GRADIENTS = ("chain", "trees")
 
@@ -65,14 +65,15 @@ def linear(
         how = (gradient, exchange, grad_exchange)
         outs = _Linear.apply(x, weights, biases, context, how, *[h.anchor for h in handles])
     else:
-        outs = _forward(x, weights, biases, exchange)
+        outs = project(x, weights, biases, exchange)
     tap.observe("linear", {w.spec.name: y for w, y in zip(weights, outs, strict=True)}, {"x": x, "weights": weights})
     return outs
 
 
-def _forward(
+def project(
     x: torch.Tensor, weights: Sequence[WeightHandle], biases: Sequence[WeightHandle | None], exchange: Exchange
 ) -> tuple[torch.Tensor, ...]:
+    """The forward of `linear`, for ops that hold projections of their own."""
     rows = [None if b is None else b.rows for b in biases]
     split = exchange.size > 1
     formats = {w.spec.fp8.scale_format for w in weights if w.spec.fp8}
@@ -91,9 +92,16 @@ def _forward(
     return outs
 
 
-def _input_grad(
-    dys: Sequence[torch.Tensor], weights: Sequence[WeightHandle], gradient: str, exchange: Exchange
+def input_grad(
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[WeightHandle],
+    gradient: str,
+    exchange: Exchange,
+    fp32: bool = False,
 ) -> torch.Tensor:
+    """The input gradient of `linear`, for ops that hold projections of their own; `fp32`: the sum before its rounding
+    (`chain` only)."""
+    assert not fp32 or gradient == "chain", "input_grad: only a chain is one sum"
     segments = []
     for dy, weight in zip(dys, weights, strict=True):
         (reduce, width), leaves, fp8 = weight.spec.shape, weight.spec.out_leaves, weight.spec.fp8
@@ -103,12 +111,30 @@ def _input_grad(
             segment = segment._replace(x=grid, x_scales=scales, panel_scales=weight.scales, transposed=True)
         segments.append(segment)
     if exchange.size == 1:
-        return cpu.product(segments, gradient)[0]
+        return cpu.product(segments, gradient, fp32=fp32)[0]
+    if fp32:
+        return exchange.combine(cpu.product(segments, "chain", fp32=True)[0])
     if gradient == "chain":
         sums = [cpu.product(segments, "chain", fp32=True)[0]]
     else:
         sums = [cpu.product([s], "chain", fp32=True)[0] for s in segments]
     return cpu.finish([exchange.combine(s) for s in sums], None, dys[0].dtype)
+
+
+def weight_grads(
+    dys: Sequence[torch.Tensor], x: torch.Tensor, weights: Sequence[WeightHandle], pack_starts: torch.Tensor | None
+) -> None:
+    """The weight gradients of `linear`, added to the handles' accumulators."""
+    for dy, weight in zip(dys, weights, strict=True):
+        if weight.trainable:
+            assert pack_starts is not None and weight.grad is not None, f"{weight.spec.name}: no open bin, or no packs"
+            scale_format = gradient_format(weight.spec.fp8)
+            cpu.weight_grad(dy, x, pack_starts, weight.grad, scale_format)
+
+
+def gradient_format(fp8: FP8Blocks | None) -> str | None:
+    """Scale format of FP8 gradient products, None where they keep the storage dtype."""
+    return fp8.scale_format if fp8 and fp8.gradients else None
 
 
 class _Linear(torch.autograd.Function):
@@ -119,20 +145,17 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weights, ctx.biases, ctx.pack_starts = weights, biases, context.pack_starts
         ctx.gradient, exchange, ctx.exchange = how
-        return _forward(x, weights, biases, exchange)
+        return project(x, weights, biases, exchange)
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         dys = tuple(dy.contiguous() for dy in dys)
-        for dy, weight, bias in zip(dys, ctx.weights, ctx.biases, strict=True):
-            if weight.trainable:
-                fp8 = weight.spec.fp8
-                scale_format = fp8.scale_format if fp8 and fp8.gradients else None
-                cpu.weight_grad(dy, x, ctx.pack_starts, weight.grad, scale_format)
+        weight_grads(dys, x, ctx.weights, ctx.pack_starts)
+        for dy, bias in zip(dys, ctx.biases, strict=True):
             if bias is not None and bias.trainable:
                 cpu.column_grad(dy, ctx.pack_starts, bias.grad)
-        dx = _input_grad(dys, ctx.weights, ctx.gradient, ctx.exchange) if ctx.needs_input_grad[0] else None
+        dx = input_grad(dys, ctx.weights, ctx.gradient, ctx.exchange) if ctx.needs_input_grad[0] else None
         anchors = len(ctx.weights) + sum(b is not None for b in ctx.biases)
         return dx, None, None, None, None, *[None] * anchors
 

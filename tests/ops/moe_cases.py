@@ -9,7 +9,7 @@ from zerogap.ops.handle import WeightHandle
 from zerogap.ops.moe import MoEWeights, Routing
 from zerogap.ops.stack import PanelStack
 from zerogap.routing import RoutingRecord
-from zerogap.types import FP8Blocks, ForwardContext, WeightSpec
+from zerogap.types import ForwardContext, FP8Blocks, WeightSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NONE = torch.zeros(0, dtype=torch.int32)

@@ -59,7 +59,7 @@ class Bounded:
         return Bounded(self.value[index], self.error[index])
 
     @property
-    def T(self) -> "Bounded":  # noqa: N802
+    def T(self) -> "Bounded":
         return Bounded(self.value.T, self.error.T)
 
     def sum(self, dim: int) -> "Bounded":

@@ -177,9 +177,8 @@ class Pass:
             t, j = (self.experts == e).nonzero(as_tuple=True)
             mine = torch.searchsorted(t, packs.long()).to(torch.int32)
             weighted = flush(array(self.expert_weights)[t, j, None] * array(dy[t]))
-            part = expert_grad(
-                x[t].contiguous(), stored(weighted, dtype), gate, up, tuple(p.handles[e] for p in (w.gate, w.up, w.down)), mine
-            )  # fmt: skip
+            handles = tuple(stack.handles[e] for stack in (w.gate, w.up, w.down))
+            part = expert_grad(x[t].contiguous(), stored(weighted, dtype), gate, up, handles, mine)
             parts[t, j] = part.numpy()
         total = np.zeros(x.shape, F32)
         for i in range(k):

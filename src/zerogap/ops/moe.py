@@ -198,7 +198,7 @@ class _Rows(NamedTuple):
 def _spread(x: torch.Tensor, slots: torch.Tensor, stacks: Sequence[PanelStack]) -> list[_Rows]:
     """Sorted rows of x [T, H] for each stack; x is quantised before it is copied, and copied once in each form."""
     forms: dict[str | None, _Rows] = {}
-    for scale_format in {_format(stack) for stack in stacks}:
+    for scale_format in dict.fromkeys(map(_format, stacks)):
         if scale_format is None:
             forms[None] = _Rows(kernels.spread(x, slots))
         else:
@@ -244,8 +244,10 @@ def _grouped_input_grad(
     return grouped.grouped_product(segments, "chain", starts=order.starts, lines=lines, fp32=fp32)[0]
 
 
-def _grouped_weight_grad(dy: torch.Tensor, x: torch.Tensor, stack: PanelStack, packs: torch.Tensor) -> None:
+def _grouped_weight_grad(dy: torch.Tensor, x: torch.Tensor, stack: PanelStack, packs: torch.Tensor | None) -> None:
+    trained = [handle.trainable for handle in stack.handles]
     sums = [handle.grad if handle.trainable else None for handle in stack.handles]
+    assert packs is not None and [s is not None for s in sums] == trained, f"{stack.name}: no open bin, or no packs"
     grouped.grouped_weight_grad(dy, x, packs, sums, gemm.gradient_format(stack.fp8))
 
 
@@ -319,8 +321,7 @@ def _experts_grad(
     weights, pack_starts, wants_dx = ctx.weights, ctx.context.pack_starts, ctx.needs_input_grad[0]
     first_trained, down_trained = _trained(weights.gate, weights.up), _trained(weights.down)
     packs = None
-    if first_trained or down_trained:
-        assert pack_starts is not None, "gradients of experts need pack borders"
+    if pack_starts is not None and (first_trained or down_trained):
         packs = grouped.routed_packs(order.starts, order.tokens, pack_starts)
     if down_trained:
         _grouped_weight_grad(d_rows, _silu_mul(gate, up), weights.down, packs)

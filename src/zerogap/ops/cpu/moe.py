@@ -191,7 +191,7 @@ def combine_grad(
     inputs: bool,
     router: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of sorted rows [T, k, N] (where `inputs`) and of weights FP32 [T, k] (where `router`) from dy [T, N]."""
+    """Gradients, from dy [T, N], of sorted rows [T, k, N] where `inputs`, and of weights FP32 [T, k] where `router`."""
     rows, k, width = sorted_rows.shape
     assert dy.shape == (rows, width) and dy.dtype == sorted_rows.dtype, f"combine_grad: {dy.dtype} {tuple(dy.shape)}"
     d_sorted = torch.empty_like(sorted_rows) if inputs else None

@@ -6,7 +6,9 @@ import dataclasses
 import torch
 
 from zerogap.layers.attention import Attention
+from zerogap.layers.latent_attention import LatentAttention
 from zerogap.layers.mlp import GatedMLP
+from zerogap.layers.moe import RoutedMLP
 from zerogap.ops.handle import WeightHandle
 from zerogap.ops.norm import rms_norm
 from zerogap.types import ForwardContext, LayerKV
@@ -15,9 +17,9 @@ from zerogap.types import ForwardContext, LayerKV
 @dataclasses.dataclass(frozen=True)
 class Block:
     input_norm: WeightHandle
-    attention: Attention
+    attention: Attention | LatentAttention
     post_norm: WeightHandle
-    mlp: GatedMLP
+    mlp: GatedMLP | RoutedMLP
     norm_eps: float
 
     def __call__(

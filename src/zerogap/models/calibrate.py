@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from zerogap.errors import ConfigError
-from zerogap.ops.kv import DenseCodec
+from zerogap.models.cache import plain_codec
 from zerogap.ops.kv_scales import Calibration
 from zerogap.types import ForwardContext
 
@@ -50,7 +50,7 @@ def calibration_pass(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> torc
         output_rows=torch.zeros(1, dtype=torch.int64),
     )
     spec = decoder.spec
-    codec = DenseCodec(spec.num_kv_heads, spec.head_dim, decoder.numerics.storage)
+    codec = plain_codec(spec, decoder.numerics)
     calibration = Calibration(spec.num_layers, spec.num_kv_heads)
     layers = decoder.scratch_kv(codec.allocate(sum(pages), PAGE_SIZE), calibration=calibration)
     with torch.no_grad():

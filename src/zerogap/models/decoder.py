@@ -1,7 +1,8 @@
 """The one forward. Rollout engine and trainer call the same `Decoder` with an explicit `ForwardContext`; the trainer's
 context has an identity page table, and autograd records its ops. Nothing else differs, so nothing else can.
 
-Families differ by data only (`ModelSpec`): biases, query/key norm, tied head, RoPE scaling.
+Families differ by data only (`ModelSpec`): biases, query/key norm, tied head, RoPE scaling, routed layers, latent
+attention.
 """
 
 import dataclasses
@@ -10,19 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from zerogap.errors import CheckpointError, ConfigError, ContractError
-from zerogap.layers.attention import Attention, AttentionSizes
 from zerogap.layers.block import Block
-from zerogap.layers.mlp import GatedMLP
+from zerogap.models.blocks import BlockBuilder, make_weights
+from zerogap.models.cache import codec_of
 from zerogap.models.calibrate import calibration_pass
 from zerogap.models.spec import ModelSpec
 from zerogap.models.trainable import select_trainable
-from zerogap.numerics import DType, Numerics
+from zerogap.numerics import Numerics
 from zerogap.ops import backend
 from zerogap.ops.digest import digest
 from zerogap.ops.embedding import embedding, gather_rows
 from zerogap.ops.gemm import head_logits
-from zerogap.ops.handle import WeightHandle
-from zerogap.ops.kv import DenseCodec, FP8Codec
 from zerogap.ops.kv_scales import Calibration, KVScales
 from zerogap.ops.norm import rms_norm
 from zerogap.ops.rope import rope_table
@@ -37,7 +36,7 @@ def call_block(block: Block, *args: object) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:
-    """A dense decoder-only language model over weight handles.
+    """A decoder-only language model over weight handles.
 
     Attributes:
         spec, numerics, identity: what it is, by which contract, and who computes it.
@@ -61,54 +60,13 @@ class Decoder:
         self._live_scales = torch.full((spec.num_layers, 2, spec.num_kv_heads), float("nan"))
         self.exchange: Exchange = LOCAL
         self.max_positions = min(max_positions or spec.max_position, spec.max_position)
-        storage = backend.TORCH_DTYPES[numerics.storage]
-        self.weights = {name: WeightHandle(ws, storage) for name, ws in spec.weight_specs(numerics).items()}
-        self.rope_table = rope_table(spec.rope, spec.head_dim, self.max_positions)
-        self.blocks = [self._block(f"model.layers.{i}.") for i in range(spec.num_layers)]
+        self.weights, stacks = make_weights(spec.weight_specs(numerics), numerics)
+        self.rope_table = rope_table(spec.rope, spec.rope_dim, self.max_positions)
+        builder = BlockBuilder(spec, numerics, self.weights, stacks, self.exchange)
+        self.blocks = [builder.block(layer) for layer in range(spec.num_layers)]
         self.embed = self.weights["model.embed_tokens.weight"]
         self.head = self.embed if spec.tied else self.weights["lm_head.weight"]
         self.final_norm = self.weights["model.norm.weight"]
-
-    def _block(self, prefix: str) -> Block:
-        spec, numerics = self.spec, self.numerics
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-
-        def need(name: str) -> WeightHandle:
-            return self.weights[name]
-
-        sizes = AttentionSizes(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            norm_eps=spec.norm_eps,
-            kv_split=numerics.kv_split,
-            leaves=numerics.head_leaves(spec.num_heads, spec.q_width),
-            kv_leaves=numerics.head_leaves(spec.num_kv_heads, spec.kv_width),
-        )
-        attention = Attention(
-            sizes=sizes,
-            projections=(need(attn + "q_proj.weight"), need(attn + "k_proj.weight"), need(attn + "v_proj.weight")),
-            biases=(
-                self.weights.get(attn + "q_proj.bias"),
-                self.weights.get(attn + "k_proj.bias"),
-                self.weights.get(attn + "v_proj.bias"),
-            ),
-            output=need(attn + "o_proj.weight"),
-            output_bias=self.weights.get(attn + "o_proj.bias"),
-            query_norm=self.weights.get(attn + "q_norm.weight"),
-            key_norm=self.weights.get(attn + "k_norm.weight"),
-            exchange=self.exchange,
-        )
-        gated = GatedMLP(
-            need(mlp + "gate_proj.weight"), need(mlp + "up_proj.weight"), need(mlp + "down_proj.weight"), self.exchange
-        )
-        return Block(
-            need(prefix + "input_layernorm.weight"),
-            attention,
-            need(prefix + "post_attention_layernorm.weight"),
-            gated,
-            spec.norm_eps,
-        )
 
     # ---- weights
 
@@ -132,8 +90,10 @@ class Decoder:
         return self
 
     def set_trainable(self, patterns: Sequence[str]) -> list[str]:
-        """Train the tensors that match (`trainable.select_trainable`); returns their names in checkpoint-name order."""
-        chosen = select_trainable(self.weights, patterns, self.spec.num_layers)
+        """Train the tensors that match (`trainable.select_trainable`), buffers never; returns their names in
+        checkpoint-name order."""
+        names = [name for name, handle in self.weights.items() if handle.spec.kind != "buffer"]
+        chosen = select_trainable(names, patterns, self.spec.num_layers)
         for name, handle in self.weights.items():
             handle.set_trainable(name in chosen)
         first = min((self._depth(name) for name in chosen), default=self.spec.num_layers + 1)
@@ -215,10 +175,7 @@ class Decoder:
 
     def codec(self) -> KVCodec:
         """How keys and values of this model stand in pages, by the contract."""
-        numerics, heads, size = self.numerics, self.spec.num_kv_heads, self.spec.head_dim
-        if numerics.kv is DType.FP8:
-            return FP8Codec(heads, size, numerics.kv_scale, numerics.scale_format, numerics.attention_math)
-        return DenseCodec(heads, size, numerics.kv)
+        return codec_of(self.spec, self.numerics)
 
     def new_kv(self, num_pages: int, page_size: int) -> list[LayerKV]:
         """Zeroed pages for every layer; with calibrated scales they read the decoder's set of the moment.

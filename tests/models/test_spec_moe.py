@@ -1,4 +1,4 @@
-"""ModelSpec of routed and latent families: what is read, what is refused by name, which tensors and leaves there are."""
+"""ModelSpec of routed and latent families: what is read, what is refused by name, which tensors and leaves result."""
 
 import dataclasses
 import math
@@ -37,6 +37,8 @@ QWEN = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
 }
 MOONLIGHT = {
     "model_type": "deepseek_v3",
@@ -71,6 +73,8 @@ MOONLIGHT = {
     "topk_method": "noaux_tc",
     "routed_scaling_factor": 2.446,
     "num_nextn_predict_layers": 0,
+    "bos_token_id": 163584,
+    "eos_token_id": 163586,
 }
 DEEPSEEK = MOONLIGHT | {
     "hidden_size": 7168,
@@ -197,7 +201,7 @@ def test_an_unsupported_value_is_refused_by_name_and_value(config, change, key):
 
 
 def test_spellings_that_mean_the_same():
-    """Both names of the number of experts; a key per head, or none said; head_dim as versions of transformers wrote it."""
+    """Both names of the number of experts; a key per head, or none said; head_dim as transformers wrote it once."""
     other = {k: v for k, v in QWEN.items() if k not in ("num_experts", "mlp_only_layers")} | {"num_local_experts": 128}
     assert ModelSpec.from_hf(other) == ModelSpec.from_hf(QWEN)
     moonlight = ModelSpec.from_hf(MOONLIGHT)

@@ -44,7 +44,8 @@ CHANGED = {
     "optimizer.max_steps": 3, "optimizer.learning_rate": 1e-5, "optimizer.lr_scheduler_type": "cosine",
     "optimizer.warmup_steps": 2, "optimizer.weight_decay": 0.1, "optimizer.max_grad_norm": 0.0,
     "optimizer.betas": [0.8, 0.95], "optimizer.eps": 1e-6, "optimizer.micro_batch_tokens": 2048,
-    "optimizer.activation_recompute": True, "parity.on_mismatch": "warn", "eval.every": 5, "eval.num_prompts": 3,
+    "optimizer.activation_recompute": True, "moe.record_routing": True, "moe.balance_loss": 1e-3,
+    "moe.router_bias_rate": 1e-3, "parity.on_mismatch": "warn", "eval.every": 5, "eval.num_prompts": 3,
     "eval.num_samples": 4, "eval.temperature": 0.7, "eval.pass_k": [1, 2], "checkpoint.every": 4, "checkpoint.keep": 1,
     "logging.tensorboard": False, "logging.completions": 1, "logging.audit_every": 2, "seed": 3, "output_dir": "o",
 }  # fmt: skip

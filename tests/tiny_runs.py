@@ -31,10 +31,10 @@ def write_model(folder: Path, family: str = "llama") -> Path:
     return folder
 
 
-def recipe(folder: Path, *overrides: str, name: str = "run") -> RunConfig:
+def recipe(folder: Path, *overrides: str, name: str = "run", family: str = "llama") -> RunConfig:
     """Three steps of 3 prompts x 4 completions of at most 6 tokens, in `folder/NAME`; files are made where missing."""
     if not (folder / "model").exists():
-        write_model(folder / "model")
+        write_model(folder / "model", family)
         (folder / "reward.py").write_text(REWARD)
         rows = [{"prompt": f"say {word}", "answer": word} for word in ("one", "two", "three", "four", "five")]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from zerogap.cli.display import RunDisplay
-from zerogap.rollout.engine import Progress
+from zerogap.rollout.progress import Progress
 
 RECORD = {
     "reward": 0.25,

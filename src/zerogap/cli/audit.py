@@ -82,11 +82,11 @@ def print_result(console: Console, run: Path, result: AuditResult) -> None:
             console.print(f"[red]{where}: {len(weights.changed)} digests differ[/]: {names}", highlight=False)
         else:
             console.print(f"{where}: {weights.tensors} digests equal", highlight=False)
-    table = Table(
-        "step", "version", "tokens", "trainer", "engine", "redrawn", "", title=f"Audit of {run}: differing log-probs"
-    )
+    routed = any(done.routed for done in result.steps)
+    columns = ("trainer", "engine", "redrawn", *(("experts",) if routed else ()))
+    table = Table("step", "version", "tokens", *columns, "", title=f"Audit of {run}: differing log-probs")
     for done in result.steps:
-        counts = (done.trainer, done.engine, done.redrawn)
+        counts = [getattr(done, name) for name in columns]
         cells = [f"[red]{count:,}[/]" if count else "0" for count in counts]
         verdict = "[bold red]DIFFERS[/]" if done.differences else "[green]exact[/]"
         table.add_row(str(done.step), str(done.version), f"{done.tokens:,}", *cells, verdict)

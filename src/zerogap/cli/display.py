@@ -14,7 +14,7 @@ from zerogap.rl.metrics import ONE_SIDED
 from zerogap.rl.observer import Observer
 
 if TYPE_CHECKING:
-    from zerogap.rollout.engine import Progress as RolloutProgress
+    from zerogap.rollout.progress import Progress as RolloutProgress
 
 RECENT_STEPS = 5  # whose median time tells the time left
 

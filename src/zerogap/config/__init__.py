@@ -19,6 +19,7 @@ import yaml
 from pydantic import Field
 
 from zerogap.config.correction import CorrectionConfig
+from zerogap.config.moe import MoEConfig
 from zerogap.config.section import Count, Fraction01, NonNegative, Positive, Section
 from zerogap.errors import ConfigError
 from zerogap.numerics import PRESETS, Numerics, preset
@@ -296,6 +297,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig
+    moe: MoEConfig = MoEConfig()
     parity: ParityConfig = ParityConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

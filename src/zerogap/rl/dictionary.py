@@ -66,7 +66,7 @@ TRAINING = (
     Metric("rewards/{f}/std", "its standard deviation (n - 1) over the batch", _same("rewards/{f}/std")),
     Metric(
         "loss",
-        "the global loss, KL and entropy terms included; mean over the updates of a step",
+        "the global loss, KL, entropy and balance terms included; mean over the updates of a step",
         _same("loss", "actor/pg_loss: surrogate only", "loss", "loss/mean", "train/loss"),
     ),
     Metric(
@@ -221,6 +221,29 @@ GAP = (
     ),
 )
 
+EXPERTS = (
+    Metric(
+        "moe/load_max",
+        "largest load of an expert, in mean loads of its layer; the worst layer",
+    ),
+    Metric("moe/idle_experts", "experts that no token of the batch went to, all layers together"),
+    Metric(
+        "moe/margin_min",
+        "smallest lead, in score (plus correction bias), of a token's last chosen expert over the next one",
+    ),
+    Metric("moe/margin_p01", "first percentile of these leads, over tokens and layers"),
+    Metric(
+        "moe/different_experts",
+        "share of compared tokens that any layer of the trainer sends to other experts than the rollout's; "
+        "0 in an exact run; needs moe.record_routing",
+    ),
+    Metric(
+        "moe/balance_loss",
+        "mean over completions and layers of sum_i f_i P_i, prompts included: 1 where loads are even; "
+        "moe.balance_loss times its sum over layers is part of the loss",
+    ),
+)
+
 CORRECTION = (
     *(
         Metric(
@@ -352,6 +375,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards and loss": TRAINING,
     "Completions": COMPLETIONS,
     "The gap between rollout and trainer": GAP,
+    "Experts": EXPERTS,
     "Corrections": CORRECTION,
     "Progress and time": PROGRESS,
     "Evaluation": EVALUATION,

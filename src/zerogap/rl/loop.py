@@ -36,9 +36,10 @@ from zerogap.rl.rollout_log import LoggedRollout, write_rollout
 from zerogap.rl.run_folder import RunFolder, side_facts, weight_facts
 from zerogap.rl.setup import Prompt
 from zerogap.rl.tensorboard import EventWriter
-from zerogap.rollout.engine import Progress
+from zerogap.rollout.progress import Progress
 from zerogap.text import Tokenizer
 from zerogap.train.checkpoint import load_checkpoint, save_checkpoint
+from zerogap.train.routing import RoutingResult
 from zerogap.train.trainer import BackwardResult
 from zerogap.types import Sample, SamplingKey, TrainBatch
 from zerogap.weights import save_folder
@@ -270,13 +271,24 @@ class Run:
         self.mismatched_tokens += mismatched
         if mismatched and not self.trainer.one_sided:
             self.observer.note(f"step {step}: {mismatched} of {compared} log-probs differ from the rollout's")
-        return flatten(pool(r.metrics for r in results)) | {
+        metrics = flatten(pool(r.metrics for r in results)) | self._routing(step, [r.routing for r in results])
+        return metrics | {
             "loss": sum(r.loss for r in results) / len(results),
             "grad_norm": sum(norms) / len(norms),
             "learning_rate": rate,
             "bit_wise/compared_tokens": compared,
             "bit_wise/mismatched_tokens": mismatched,
         }
+
+    def _routing(self, step: int, results: Sequence[RoutingResult]) -> dict[str, float]:
+        """What the routers chose: loads of the step's first update, whose weights drew the samples."""
+        different = sum(r.mismatched_tokens for r in results)
+        if different and not self.trainer.one_sided:
+            compared = sum(r.compared_tokens for r in results)
+            self.observer.note(
+                f"step {step}: {different} of {compared} tokens went to other experts than in the rollout"
+            )
+        return dict(results[0].metrics)
 
     def _update_rollout(self, step: int) -> None:
         """The engine takes over the new weights; a decoder of its own gets a copy of them first."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerogap.rollout.engine import Progress
+from zerogap.rollout.progress import Progress
 
 
 class Observer:

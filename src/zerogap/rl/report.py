@@ -48,6 +48,13 @@ PANELS = (
         zero=True,
     ),
     Panel("Largest logdiff", ("bit_wise/logprob_diff/max",), "max |logp_train - logp_rollout| of the step", zero=True),
+    Panel(
+        "Tokens sent to other experts",
+        ("moe/different_experts",),
+        "share of compared tokens that any layer of the trainer routes otherwise than the rollout did",
+        zero=True,
+    ),
+    Panel("Largest load of an expert", ("moe/load_max",), "in mean loads of its layer; the worst layer"),
     Panel("Completion length", ("completions/mean_length",), "mean of the step", unit="tokens"),
     Panel("Entropy", ("entropy",), "mean over completion tokens", unit="nats"),
     Panel("Throughput", ("tokens_per_second",), "completion tokens drawn, by the time of the rollout", unit="tokens/s"),

@@ -1,7 +1,8 @@
 """Rollouts on disk: everything that `zerogap audit` needs to compute a step's log-probs again, bit by bit.
 
 A step is two files: `step-N.safetensors` holds the arrays of all samples laid one after the other (ids, FP32 log-probs,
-weight versions, kept sets), `step-N.json` who drew them (identity), their parameters, keys, finish reasons and rewards.
+weight versions, kept sets, recorded experts), `step-N.json` who drew them (identity), their parameters, keys, finish
+reasons and rewards. Experts are written in one byte each where there are at most 128.
 Both are written under another name first, the JSON last: a step with a JSON file is whole.
 """
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from zerogap.errors import CheckpointError
+from zerogap.routing import RoutingTrace
 from zerogap.types import Identity, Sample, SamplingKey, SamplingParams
 
 FORMAT = 1
@@ -64,6 +66,8 @@ def write_rollout(folder: Path, rollout: LoggedRollout) -> None:
     if filtered := [s for s in samples if s.kept_counts is not None]:
         arrays["kept_counts"] = _joined([s.kept_counts for s in filtered], np.int32)
         arrays["kept_digests"] = _joined([s.kept_digests for s in filtered], np.uint64)
+    if traces := [s.routing for s in samples if s.routing is not None]:
+        arrays |= _routing_arrays(traces)
     file = target.with_suffix(".safetensors")
     partial = file.with_name(f".{file.name}.partial")
     save_file(arrays, partial)
@@ -76,6 +80,7 @@ def write_rollout(folder: Path, rollout: LoggedRollout) -> None:
             "params": dataclasses.asdict(sample.params),
             "finish_reason": sample.finish_reason,
             "filtered": sample.kept_counts is not None,
+            "routing": sample.routing is not None,
             "scale_set": sample.scale_set,
             "text": sample.text,
             "reward": reward,
@@ -113,6 +118,24 @@ def logged_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
+def _routing_arrays(traces: Sequence[RoutingTrace]) -> dict[str, np.ndarray]:
+    """Experts and margins of every trace, token after token."""
+    experts = np.concatenate([trace.experts for trace in traces])
+    narrow = np.int8 if experts.size and experts.max() < 128 else np.int16
+    margins = np.concatenate([trace.margins for trace in traces])
+    return {"routing_experts": experts.astype(narrow), "routing_margins": margins}
+
+
+def _traces(records: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[RoutingTrace | None]:
+    """A trace, or None, per sample; files of earlier builds say nothing of any."""
+    recorded = np.array([bool(r.get("routing")) for r in records], bool)
+    if not recorded.any():
+        return [None] * len(records)
+    lengths = (arrays["prompt_lengths"] + arrays["completion_lengths"] - 1)[recorded]
+    experts, margins = (iter(_split(arrays[f"routing_{name}"], lengths)) for name in ("experts", "margins"))
+    return [RoutingTrace(next(experts).astype(np.int16), next(margins)) if has else None for has in recorded]
+
+
 def _joined(parts: Sequence[Any], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
@@ -132,6 +155,7 @@ def _samples(records: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]) -
     filtered = np.array([r["filtered"] for r in records], bool)
     names = ("kept_counts", "kept_digests")
     kept = {name: iter(_split(arrays[name], lengths[filtered]) if filtered.any() else ()) for name in names}
+    traces = _traces(records, arrays)
     samples = []
     for index, record in enumerate(records):
         params = dict(record["params"])
@@ -151,6 +175,7 @@ def _samples(records: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]) -
                 kept_digests=next(kept["kept_digests"]) if filtered[index] else None,
                 scale_set=record["scale_set"],
                 text=record["text"],
+                routing=traces[index],
             )
         )
     return samples

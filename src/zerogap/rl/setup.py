@@ -13,6 +13,7 @@ import numpy as np
 from zerogap.config import RunConfig
 from zerogap.errors import ConfigError
 from zerogap.models.decoder import Decoder
+from zerogap.models.spec import ModelSpec
 from zerogap.ops.backend import identity
 from zerogap.rl.data import PromptSet, Row, keep_short, load_prompts
 from zerogap.rl.reward import RewardFunctions, load_rewards
@@ -71,8 +72,21 @@ def load_decoder(config: RunConfig, files: ModelFiles) -> Decoder:
             f"with rollout.max_completion_length ({config.rollout.max_completion_length}) it exceeds the model's "
             f"{files.spec.max_position} positions: lower one of them",
         )
+    _check_routing(config, files.spec)
     decoder = Decoder(files.spec, config.contract(), max_positions=positions(config))
     return decoder.load(files.tensors())
+
+
+def _check_routing(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise `ConfigError` for a setting of the `moe` section that this model cannot honour."""
+    if spec.moe is None:
+        for key, value in config.moe.model_dump().items():
+            if value:
+                mend = f"this {spec.family} model has no routed experts: leave the moe section out"
+                raise ConfigError(f"moe.{key}", value, mend)
+    elif config.moe.router_bias_rate and not spec.moe.has_bias:
+        mend = f"routers of {spec.family} have no correction bias: choose 0, or balance with moe.balance_loss"
+        raise ConfigError("moe.router_bias_rate", config.moe.router_bias_rate, mend)
 
 
 def rollout_decoder(config: RunConfig, trained: Decoder) -> Decoder:
@@ -105,6 +119,8 @@ def build_trainer(config: RunConfig, decoder: Decoder) -> Trainer:
         activation_recompute=chosen.activation_recompute,
         on_mismatch=config.parity.on_mismatch,
         rollout_identity=identity(config.rollout_contract()),
+        balance_loss=config.moe.balance_loss,
+        router_bias_rate=config.moe.router_bias_rate,
     )
 
 
@@ -124,6 +140,7 @@ def build_engine(config: RunConfig, decoder: Decoder, tokenizer: Tokenizer, page
         max_batch_tokens=rollout.max_batch_tokens,
         max_sequences=rollout.max_sequences,
         prefix_cache=rollout.prefix_cache,
+        record_routing=config.moe.record_routing,
     )
 
 

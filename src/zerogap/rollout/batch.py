@@ -11,6 +11,7 @@ import torch
 
 from zerogap.rollout.scheduler import Chunk
 from zerogap.rollout.sequence import Sequence
+from zerogap.routing import RoutingRecord
 from zerogap.types import ForwardContext
 
 
@@ -22,10 +23,18 @@ class BatchBuffers:
         positions, sequences: int32 [T] absolute position, and row of the page table.
         output_rows: int64 [R], R = `max_sequences` rows at most; rows whose next token is drawn.
         page_table: int32 [max_sequences, max_pages].
+        routing: what the routers of the T rows choose, where that is recorded; written by the forward pass.
     """
 
-    def __init__(self, max_batch_tokens: int, max_sequences: int, max_pages: int, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(
+        self,
+        max_batch_tokens: int,
+        max_sequences: int,
+        max_pages: int,
+        page_size: int,
+        routing: RoutingRecord | None = None,
+    ) -> None:
+        self.page_size, self.routing = page_size, routing
         self.ids = torch.zeros(max_batch_tokens, dtype=torch.int64)
         self.positions = torch.zeros(max_batch_tokens, dtype=torch.int32)
         self.sequences = torch.zeros(max_batch_tokens, dtype=torch.int32)
@@ -62,4 +71,5 @@ class BatchBuffers:
             page_table=self.page_table,
             page_size=self.page_size,
             output_rows=self.output_rows[:num_outputs],
+            routing=self.routing,
         )

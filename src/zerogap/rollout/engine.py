@@ -31,64 +31,14 @@ from zerogap.rollout.completion_text import CompletionText
 from zerogap.rollout.kv_cache import KVCache
 from zerogap.rollout.pages import PagePool, root_key
 from zerogap.rollout.prefill import prefill_chunks
+from zerogap.rollout.progress import Progress, Statistics, TokenEvent
 from zerogap.rollout.requests import Prompt, RequestLimits
 from zerogap.rollout.sampler import DrawnRows, Sampler
 from zerogap.rollout.scheduler import Chunk, Scheduler
 from zerogap.rollout.sequence import Sequence
+from zerogap.routing import RoutingRecord
 from zerogap.text import Tokenizer
 from zerogap.types import ForwardContext, Sample, SamplingKey, SamplingParams
-
-
-@dataclasses.dataclass
-class Statistics:
-    """Counts since construction. Seconds of a step that computes both kinds of rows are split by their number.
-
-    Attributes:
-        prefill_tokens: rows that computed known tokens (prompts, and what a preemption or an update made necessary).
-        decode_tokens: rows that computed the newest drawn token of a sequence, one each.
-        cache_hit_tokens: tokens whose keys and values were found in the prefix cache.
-        preemptions: times a sequence had to give up its pages.
-    """
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    cache_hit_tokens: int = 0
-    preemptions: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far a call of `generate` is: samples finished of all, tokens drawn, seconds since it began."""
-
-    finished: int
-    total: int
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenEvent:
-    """One drawn token of a stream.
-
-    Attributes:
-        index: which request, in input order (prompt by prompt, then sample by sample).
-        token, logprob: the drawn id and its log-prob.
-        text: the text that became certain with it; empty without a tokenizer, and often for parts of characters.
-        finish_reason: `stop` or `length` on a request's last token, else None.
-    """
-
-    index: int
-    token: int
-    logprob: float
-    text: str
-    finish_reason: str | None
 
 
 class Engine:
@@ -109,6 +59,7 @@ class Engine:
         max_batch_tokens: int = 512,
         max_sequences: int = 32,
         prefix_cache: bool = True,
+        record_routing: bool = False,
     ) -> None:
         """
         Args:
@@ -119,6 +70,7 @@ class Engine:
             max_batch_tokens: most tokens of one forward pass; longer prompts are computed in chunks.
             max_sequences: most sequences that are decoded together.
             prefix_cache: reuse the pages of equal beginnings. None of these five changes a bit of any result.
+            record_routing: samples of a mixture-of-experts model say which experts each token went to.
 
         Raises:
             ConfigError: a setting out of range.
@@ -135,7 +87,10 @@ class Engine:
         pages_each = -(-decoder.max_positions // page_size) if page_size > 0 else 1
         self._cache = KVCache.of(decoder, page_size, kv_cache_bytes, 2 * max_sequences * pages_each)
         pages_each = min(pages_each, self._cache.num_pages)
-        self._batch = BatchBuffers(max_batch_tokens, max_sequences, pages_each, page_size)
+        self._record_routing = record_routing
+        self._batch = BatchBuffers(
+            max_batch_tokens, max_sequences, pages_each, page_size, self._new_routing_record(max_batch_tokens)
+        )
         self._sampler = Sampler(max_sequences, decoder.head.spec.out_leaf_size)
         pool = PagePool(self._cache.num_pages, page_size, prefix_cache)
         self._scheduler = Scheduler(pool, self._batch.page_table.numpy(), max_batch_tokens, max_sequences)
@@ -325,11 +280,24 @@ class Engine:
             outputs = sampler.draw(logits)
         return program, outputs
 
+    def _new_routing_record(self, rows: int) -> RoutingRecord | None:
+        """Buffers for what the routers of one step choose, where that is asked for."""
+        if not self._record_routing:
+            return None
+        spec = self.decoder.spec
+        if spec.moe is None:
+            raise ConfigError("record_routing", True, "this model has no experts to route to: leave it False")
+        return RoutingRecord.allocate(spec.moe.routed_layers(spec.num_layers), rows, spec.moe.top_k)
+
     def _apply(self, chunks: list[Chunk], drawn: DrawnRows) -> list[Sequence]:
         """Take over what was computed and drawn; finished sequences leave."""
         stepped: list[Sequence] = []
+        first = 0
         for chunk in chunks:
             sequence, draws = chunk.sequence, chunk.draws
+            if sequence.routing is not None and self._batch.routing is not None:
+                sequence.routing.write(chunk.start, self._batch.routing.trace(first, chunk.size))
+            first += chunk.size
             sequence.computed += chunk.size
             if not draws:
                 continue
@@ -388,6 +356,8 @@ class Engine:
         sequences: list[Sequence] = []
         for request in self._limits.requests(prompts, params, keys, num_samples):
             sequence = Sequence.of(self._num_requests, request)
+            if self._batch.routing is not None:
+                sequence.record_routing(self._batch.routing)
             if self.tokenizer is not None and (with_text or request.params.stop):
                 sequence.text = CompletionText(self.tokenizer, request.params)
             sequences.append(sequence)
@@ -467,6 +437,9 @@ class Engine:
     def _take_version(self) -> None:
         self.version, self._loads = self.decoder.version, self.decoder.loads
         self._scheduler.drop_all()
+        for sequence in self._scheduler.waiting:
+            if sequence.routing is not None:
+                sequence.routing.forget()  # a trace is of one weight version, and prefix hits leave gaps in it
         scales = self.decoder.kv_scales
         self.scale_set = None if scales is None else scales.name
         self._scheduler.root_key = root_key(self.version, self.scale_set, self.decoder.numerics.fingerprint())

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from zerogap.rollout.completion_text import CompletionText
+from zerogap.routing import RoutingRecord, RoutingTrace
 from zerogap.types import Identity, Sample, SamplingKey, SamplingParams
 
 
@@ -38,6 +39,8 @@ class Sequence:
         page_keys: chained prefix-cache key of each full page that was offered to the cache.
         logprobs, versions, kept_counts, kept_digests: one entry per drawn token.
         text: its text, kept only where stop strings or a stream need it.
+        routing: experts of every computed token, where they are recorded; a token that is computed again is written
+            again.
     """
 
     index: int
@@ -57,6 +60,7 @@ class Sequence:
     kept_digests: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     text: CompletionText | None = None
+    routing: RoutingTrace | None = None
 
     @classmethod
     def of(cls, index: int, request: Request) -> "Sequence":
@@ -65,6 +69,11 @@ class Sequence:
         ids = np.zeros(length + request.params.max_tokens, np.int32)
         ids[:length] = request.prompt_ids
         return cls(index, length, request.params, request.key, request.stop_ids, ids, length)
+
+    def record_routing(self, record: RoutingRecord) -> None:
+        """Keep a trace of what the routers choose, in the shape of `record`."""
+        num_layers, _, top_k = record.experts.shape
+        self.routing = RoutingTrace.unrecorded(len(self.ids), num_layers, top_k)
 
     @property
     def num_drawn(self) -> int:
@@ -104,4 +113,5 @@ class Sequence:
             kept_digests=np.array(self.kept_digests, np.uint64) if filters else None,
             scale_set=scale_set,
             text=text,
+            routing=None if self.routing is None else self.routing.first(self.length - 1),
         )

@@ -1,9 +1,9 @@
 """Checkpoints of a training run: written beside the old one, whole or not at all.
 
-A checkpoint is a folder with `trainer.safetensors` (FP32 masters and moments) and `state.json` (contract, versions,
-the list of quantised tensors, digests of all published weights, and whatever the loop adds: data position, schedule).
-Frozen weights are not copied; their digests are, so that a checkpoint over another base model is refused. `latest` is
-the highest whole step.
+A checkpoint is a folder with `trainer.safetensors` (FP32 masters, moments, routers' correction biases) and `state.json`
+(contract, versions, the list of quantised tensors, digests of all published weights, and whatever the loop adds: data
+position, schedule). Frozen weights are not copied; their digests are, so that a checkpoint over another base model is
+refused. `latest` is the highest whole step.
 """
 
 import json
@@ -76,9 +76,9 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     require_same_list(trainer.decoder.quantised(), facts.get("quantised"), str(path))
     if facts["trainable"] != trainer.trainable:
         raise CheckpointError(f"{path}: trains {len(facts['trainable'])} tensors, this run {len(trainer.trainable)}")
-    needed = {name: (tensor.dtype, tensor.shape) for name, tensor in trainer.optimizer.state().items()}
+    needed = {name: (tensor.dtype, tensor.shape) for name, tensor in trainer.state()["tensors"].items()}
     if {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} != needed:
-        raise CheckpointError(f"{path}: tensors differ from those of this run's optimizer")
+        raise CheckpointError(f"{path}: tensors differ from those of this run's optimizer and routers")
     kv_scales = _kv_scales(path, facts.get("kv_scales"), trainer.decoder)
     trainer.load_state(tensors, facts["updates"], facts["version"], kv_scales)
     ours, stored = trainer.decoder.digests(), facts["digests"]

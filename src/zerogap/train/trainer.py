@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerogap.errors import CheckpointError, ConfigError, ContractError, ParityError
+from zerogap.errors import CheckpointError, ConfigError, ContractError, NonFiniteError, ParityError
 from zerogap.models.decoder import Decoder, call_block
 from zerogap.moments import Moments, pool
 from zerogap.numerics import Numerics, preset
@@ -25,13 +25,17 @@ from zerogap.ops.kv_scales import Calibration, KVScales
 from zerogap.ops.logprob import KeptSets, token_logprobs
 from zerogap.ops.optim import tree_add
 from zerogap.ops.sampling import SamplingRows
+from zerogap.routing import RoutingTrace
 from zerogap.text import Tokenizer
 from zerogap.train.bins import GradientBins
 from zerogap.train.optimizer import AdamW, OptimizerSettings, OptimizerStep
 from zerogap.train.packing import PAGE_SIZE, MicroBatch, build_micro_batch, micro_batches, plan_packs
 from zerogap.train.recompute import recompute_block
+from zerogap.train.routing import Routers, RoutingLedger, RoutingResult
 from zerogap.types import Identity, LayerKV, Loss, Sample, TokenRows, TrainBatch
 from zerogap.weights import open_model
+
+_NO_UPDATE = "No update was made. Set parity.on_mismatch: warn to go on regardless"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,7 @@ class BackwardResult:
         loss: the global loss.
         compared_tokens: completion tokens whose weight version is the trainer's, so that bits must be equal.
         mismatched_tokens: how many of them differ from the rollout's log-prob in at least one bit.
+        routing: what the routers chose, for a mixture-of-experts model; else nothing compared and no metrics.
         metrics: pooled over micro-batches, by name.
         num_tokens: prompt and completion tokens that went through the model.
     """
@@ -51,6 +56,17 @@ class BackwardResult:
     mismatched_tokens: int
     metrics: Mapping[str, Moments]
     num_tokens: int
+    routing: RoutingResult = dataclasses.field(default_factory=RoutingResult)
+
+    @property
+    def routing_compared(self) -> int:
+        """Tokens whose experts the rollout recorded at the trainer's weight version."""
+        return self.routing.compared_tokens
+
+    @property
+    def routing_mismatched(self) -> int:
+        """How many of them went to other experts in any layer."""
+        return self.routing.mismatched_tokens
 
 
 class Trainer:
@@ -67,6 +83,8 @@ class Trainer:
         activation_recompute: bool = False,
         on_mismatch: str = "abort",
         rollout_identity: Identity | None = None,
+        balance_loss: float = 0.0,
+        router_bias_rate: float = 0.0,
     ) -> None:
         """
         Args:
@@ -79,6 +97,8 @@ class Trainer:
             on_mismatch: `abort` raises `ParityError` before the backward; `warn` counts and goes on.
             rollout_identity: what computes the rollout's log-probs where that is declared to differ from this trainer
                 (*one-sided*: not exact). Differences are then counted and never abort; None: this trainer's own.
+            balance_loss: coefficient of the routers' balance loss, mean over samples, sum over layers.
+            router_bias_rate: by how much correction biases move at each update (`ops.balance.update_bias`).
         """
         if on_mismatch not in ("abort", "warn"):
             raise ConfigError("parity.on_mismatch", on_mismatch, "choose abort or warn")
@@ -91,6 +111,7 @@ class Trainer:
                 self.tokenizer = Tokenizer.from_files(files.tokenizer_files(), files.chat_template)
             model = Decoder(files.spec, preset(numerics)).load(files.tensors())
         self.decoder = model
+        self.routers = Routers(model, balance_loss, router_bias_rate)
         self.on_mismatch = on_mismatch
         self.rollout_identity = rollout_identity or model.identity
         self.micro_batch_tokens = micro_batch_tokens
@@ -118,7 +139,8 @@ class Trainer:
         Gradients add to those of earlier calls since the last `optim_step`.
 
         Raises:
-            ParityError: (on_mismatch = abort) a log-prob that must equal the rollout's does not; no gradient is kept.
+            ParityError: (on_mismatch = abort) a log-prob, or a router's choice, that must equal the rollout's does not;
+                no gradient is kept.
             NonFiniteError: a NaN or infinity at a live token.
             ContractError: a sample of another identity than the declared one, which cannot be compared, or of a KV
                 scale set that this trainer does not hold.
@@ -134,14 +156,19 @@ class Trainer:
         bins = GradientBins(self.handles, numerics.grad_bins)
         results, total, compared, mismatched = [], Fraction(0), 0, 0
         kept_sets = self._kept.setdefault(batch, {})
+        ledger = RoutingLedger(self.routers, len(batch.samples)) if self.routers.layers else None
         for packs in plan_packs([s.num_tokens for s in batch.samples], numerics.grad_bins, numerics.pack_tokens):
             bins.open()
             for run in micro_batches(packs, self.micro_batch_tokens):
                 micro = build_micro_batch(run, batch.samples)
-                if not len(micro.targets):
+                if not len(micro.targets) and ledger is None:  # prompts alone have loads and a balance loss
                     continue
                 kept = self._kept_sets(micro, batch, kept_sets)
-                logp, entropy = self._forward(micro, kept, scales, self._calibration)
+                logp, entropy = self._forward(micro, kept, scales, self._calibration, ledger)
+                if ledger is not None:
+                    wrong = ledger.take(micro, batch.samples, self.decoder.version)
+                    if wrong and self.on_mismatch == "abort" and not self.one_sided:
+                        raise ParityError(f"a router chose other experts than the rollout's: {wrong}. {_NO_UPDATE}")
                 rows = batch.rows(micro.samples, logp.detach().numpy(), entropy.detach().numpy(), self.decoder.version)
                 differs = rows.logp.view(np.int32) != rows.rollout_logp.view(np.int32)
                 if kept is not None:
@@ -164,7 +191,11 @@ class Trainer:
             bins.close()
         self._add_gradients(bins.finish())
         tokens = sum(s.num_tokens for s in batch.samples)
-        return BackwardResult(float(total), compared, mismatched, pool(results), tokens)
+        routing = RoutingResult()
+        if ledger is not None:
+            self.routers.keep(ledger)
+            total, routing = total + ledger.balance_term, ledger.result()
+        return BackwardResult(float(total), compared, mismatched, pool(results), tokens, routing)
 
     def optim_step(self, learning_rate: float | None = None) -> OptimizerStep:
         """Clip, update the masters, publish the weights in place, and count the weight version up.
@@ -177,7 +208,12 @@ class Trainer:
             raise ConfigError("optim_step", None, "call forward_backward first: there is no gradient")
         gradients, self._gradients = self._gradients, None
         scales = self._next_scales()
-        step = self.optimizer.step(gradients, learning_rate)
+        try:
+            step = self.optimizer.step(gradients, learning_rate)
+        except NonFiniteError:
+            self.routers.drop()
+            raise
+        self.routers.update_biases()
         self.decoder.version += 1
         if scales is not None:
             self.decoder.set_kv_scales(scales)
@@ -190,24 +226,35 @@ class Trainer:
         Returns:
             float32 [C] per sample, in the order given.
         """
+        return self.logprobs_and_routing(samples)[0]
+
+    def logprobs_and_routing(self, samples: Sequence[Sample]) -> tuple[list[np.ndarray], list[RoutingTrace | None]]:
+        """`logprobs`, and what the routers of the same forward chose: one trace per sample of a mixture-of-experts
+        model that has completion tokens, else None."""
         numerics = self.decoder.numerics
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
+        traces: list[RoutingTrace | None] = [None] * len(samples)
         (packs,) = plan_packs([s.num_tokens for s in samples], 1, numerics.pack_tokens) if samples else ([],)
         with torch.no_grad():
             for run in micro_batches(packs, self.micro_batch_tokens):
                 micro = build_micro_batch(run, samples)
                 if not len(micro.targets):
                     continue
+                micro, record = self.routers.recording(micro)
                 logp, _ = self._forward(micro, None, None)
-                lengths = [len(samples[i].completion_ids) for i in micro.samples]
-                for index, part in zip(micro.samples, np.split(logp.numpy(), np.cumsum(lengths)[:-1]), strict=True):
-                    out[index] = part.copy()
-        return out
+                row = token = 0
+                for index in micro.samples:
+                    completion, tokens = len(samples[index].completion_ids), samples[index].num_tokens
+                    out[index] = logp[row : row + completion].numpy().copy()
+                    if record.layers:
+                        traces[index] = record.trace(token, tokens - 1)
+                    row, token = row + completion, token + tokens
+        return out, traces
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint needs besides the model's source: tensors by name and plain facts."""
         return {
-            "tensors": self.optimizer.state(),
+            "tensors": self.optimizer.state() | self.routers.state(),
             "updates": self.optimizer.updates,
             "version": self.decoder.version,
             "trainable": list(self.trainable),
@@ -226,6 +273,7 @@ class Trainer:
         if self.decoder.calibrated and kv_scales is None:
             raise CheckpointError("the contract calibrates the KV cache's scales, and the checkpoint holds none")
         self.optimizer.load_state(tensors, updates)
+        self.routers.load_state(tensors)
         if kv_scales is not None:
             self.decoder.set_kv_scales(kv_scales)
         self.decoder.version = version
@@ -240,13 +288,18 @@ class Trainer:
         kept: KeptSets | None,
         scales: KVScales | None,
         calibration: Calibration | None = None,
+        ledger: RoutingLedger | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """FP32 log-probs and entropies [R] of the micro-batch's completion tokens.
 
         Args:
             scales: KV scale set to compute under; None: the decoder's current one, or none at all.
             calibration: maxima to raise on the way.
+            ledger: records what the routers choose.
         """
+        if ledger is not None:
+            with ledger.record(micro) as recording:
+                return self._forward(recording, kept, scales, calibration)
         layers = self.decoder.scratch_kv(self._scratch_pages(micro.num_pages), scales, calibration)
         run_block = recompute_block if self.activation_recompute and torch.is_grad_enabled() else call_block
         hidden = self.decoder.hidden(micro.ids, micro.context, layers, run_block)
@@ -327,6 +380,5 @@ def _describe(rows: TokenRows, differs: np.ndarray) -> str:
         f"{int(differs.sum())} of {int(rows.current.sum())} log-probs differ from the rollout's; the first is sample "
         f"{int(rows.sample[first])}, completion position {int(rows.position[first])}: trainer {rows.logp[first]!r} "
         f"({rows.logp[first : first + 1].view(np.uint32)[0]:#010x}), rollout {rows.rollout_logp[first]!r} "
-        f"({rows.rollout_logp[first : first + 1].view(np.uint32)[0]:#010x}). No update was made. "
-        "Set parity.on_mismatch: warn to go on regardless"
+        f"({rows.rollout_logp[first : first + 1].view(np.uint32)[0]:#010x}). {_NO_UPDATE}"
     )

@@ -7,6 +7,9 @@ samples are computed along three paths and compared as bits with what the rollou
 - *engine*: the engine's prefill over the known tokens, in chunks, one sample after the other;
 - *redrawn*: the samples drawn again with their keys, tokens and log-probs alike, in reverse order.
 
+Where the run recorded which experts its tokens went to, the trainer's and the redrawn samples' choices, and the margins
+of these choices, are held against the record, too.
+
 Page size, number of threads, batch composition and prefix cache differ from the run's on purpose: a result that
 depended on one of them would differ. A wrong weight does not stop the audit: what it changes is counted, too.
 """
@@ -31,6 +34,7 @@ from zerogap.rl import setup
 from zerogap.rl.rollout_log import logged_steps, read_rollout
 from zerogap.rl.run_folder import FACTS, RunFolder
 from zerogap.rollout.engine import Engine
+from zerogap.routing import RoutingTrace
 from zerogap.text import Tokenizer
 from zerogap.train.trainer import Trainer
 from zerogap.types import Sample
@@ -65,7 +69,12 @@ class WeightAudit:
 
 @dataclasses.dataclass(frozen=True)
 class StepAudit:
-    """One step: tokens compared per path, tokens that differ per path (`PATHS`), the first difference in words."""
+    """One step: tokens compared per path, tokens that differ per path (`PATHS`), the first difference in words.
+
+    Attributes:
+        routed: prompt and completion tokens whose recorded experts were compared, along the trainer's path.
+        experts: tokens with other experts or margins, the trainer's and the redrawn ones together.
+    """
 
     step: int
     version: int
@@ -74,10 +83,12 @@ class StepAudit:
     engine: int
     redrawn: int
     first: str = ""
+    routed: int = 0
+    experts: int = 0
 
     @property
     def differences(self) -> int:
-        return self.trainer + self.engine + self.redrawn
+        return self.trainer + self.engine + self.redrawn + self.experts
 
 
 @dataclasses.dataclass
@@ -251,21 +262,42 @@ def _check_scales(decoder: Decoder, samples: Sequence[Sample], step: int) -> Non
 
 def _audit_step(step: int, version: int, samples: Sequence[Sample], trainer: Trainer, engine: Engine) -> StepAudit:
     """Compare one step along the three paths."""
-    counts: dict[str, int] = {}
-    first = ""
-    paths: dict[str, Callable[[Sequence[Sample]], list[np.ndarray]]] = {
-        "trainer": lambda chosen: [_differs(s, lp) for s, lp in zip(chosen, trainer.logprobs(chosen), strict=True)],
-        "engine": lambda chosen: [_differs(s, _scored(engine, s)) for s in chosen],
-        "redrawn": lambda chosen: [_redrawn(s, d) for s, d in zip(chosen, _draw(engine, chosen), strict=True)],
-    }
     reverse = [s for s in samples if len(s.completion_ids)][::-1]
-    for name in PATHS:
-        differs = paths[name](reverse)[::-1]
-        counts[name] = sum(int(d.sum()) for d in differs)
-        if counts[name] and not first:
-            index, where = next((i, int(np.flatnonzero(d)[0])) for i, d in enumerate(differs) if d.any())
-            first = f"{name}: sample {index}, completion token {where}"
-    return StepAudit(step, version, sum(len(s.completion_ids) for s in reverse), **counts, first=first)
+    logprobs, traces = trainer.logprobs_and_routing(reverse)
+    drawn = _draw(engine, reverse)
+    found = {
+        "trainer": [_differs(s, ours) for s, ours in zip(reverse, logprobs, strict=True)],
+        "engine": [_differs(s, _scored(engine, s)) for s in reverse],
+        "redrawn": [_redrawn(s, d) for s, d in zip(reverse, drawn, strict=True)],
+    }
+    counts = {name: sum(int(d.sum()) for d in found[name]) for name in PATHS}
+    routed = [
+        (name, [_other_experts(s.routing, t) for s, t in zip(reverse, theirs, strict=True)])
+        for name, theirs in (("trainer", traces), ("redrawn", [d.routing for d in drawn]))
+    ]
+    first = ""
+    places = [*((f"{name}: ", "completion token", d) for name, d in found.items())]
+    for prefix, word, differs in [*places, *((f"experts, {name}: ", "token", d) for name, d in routed)]:
+        where = next(((i, int(np.flatnonzero(d)[0])) for i, d in enumerate(differs[::-1]) if d.any()), None)
+        if where is not None and not first:
+            first = f"{prefix}sample {where[0]}, {word} {where[1]}"
+    return StepAudit(
+        step,
+        version,
+        sum(len(s.completion_ids) for s in reverse),
+        **counts,
+        first=first,
+        routed=sum(int(s.routing.recorded.sum()) for s in reverse if s.routing is not None),
+        experts=sum(int(d.sum()) for _, differs in routed for d in differs),
+    )
+
+
+def _other_experts(logged: RoutingTrace | None, found: RoutingTrace | None) -> np.ndarray:
+    """bool: tokens of both traces that went to other experts, or by another margin; none without a record."""
+    if logged is None or found is None:
+        return np.zeros(0, bool)
+    tokens = min(len(logged.experts), len(found.experts))
+    return logged.first(tokens).different(found.first(tokens), margins=True)
 
 
 def _differs(sample: Sample, logprobs: np.ndarray) -> np.ndarray:

@@ -1,0 +1,134 @@
+"""Runs of a mixture-of-experts model: what is recorded, logged, trained and audited, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.bits import assert_same_bits
+from tests.tiny_runs import lines, recipe, train, without_times
+from zerogap.errors import ConfigError
+from zerogap.rl.dictionary import find
+from zerogap.rl.loop import Run
+from zerogap.rl.rollout_log import LoggedRollout, read_rollout, write_rollout
+from zerogap.train.checkpoint import list_checkpoints
+from zerogap.verify.audit import audit_run
+
+ON = ("moe.record_routing=true", "moe.balance_loss=0.01")
+NAMES = {"load_max", "idle_experts", "margin_min", "margin_p01", "balance_loss", "different_experts"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tmp_path_factory.mktemp("moe")
+
+
+@pytest.fixture(scope="module")
+def finished(base):
+    return train(recipe(base, *ON, "logging.audit_every=1", "checkpoint.every=1", family="qwen3_moe"))
+
+
+def test_every_step_compares_experts_and_logs_loads(finished):
+    for record in lines(finished, "metrics"):
+        moe = {name.removeprefix("moe/"): value for name, value in record.items() if name.startswith("moe/")}
+        assert set(moe) == NAMES and all(find(f"moe/{name}") is not None for name in moe)
+        assert moe["different_experts"] == 0 and record["bit_wise/mismatched_tokens"] == 0
+        assert 1 <= moe["load_max"] <= 6 / 2 and 0 < moe["margin_min"] <= moe["margin_p01"]
+        assert moe["balance_loss"] > 0.9
+
+
+def with_expert(sample, expert):
+    """The sample as if its last token had gone to an expert of that number."""
+    experts = sample.routing.experts.copy()
+    experts[-1, -1, -1] = expert
+    return dataclasses.replace(sample, routing=dataclasses.replace(sample.routing, experts=experts))
+
+
+def test_logged_traces_are_those_of_the_engine(finished, tmp_path):
+    rollout = read_rollout(finished.folder.rollouts, 2)
+    spec = finished.decoder.spec
+    arrays = load_file(finished.folder.rollouts / "step-2.safetensors")
+    assert arrays["routing_experts"].dtype == np.int8
+    for sample in rollout.samples:
+        assert sample.routing.experts.shape == (sample.num_tokens - 1, spec.num_layers, spec.moe.top_k)
+        assert sample.routing.recorded[len(sample.prompt_ids) :].all()
+    wide = [with_expert(s, 300) if i == 1 else s for i, s in enumerate(rollout.samples)]
+    wide[3].routing.experts[:5] = -1  # as a prefix hit leaves it
+    wide[2] = dataclasses.replace(wide[2], routing=None)
+    write_rollout(tmp_path, LoggedRollout(7, tuple(wide), rollout.rewards, rollout.advantages))
+    assert load_file(tmp_path / "step-7.safetensors")["routing_experts"].dtype == np.int16
+    for ours, theirs in zip(read_rollout(tmp_path, 7).samples, wide, strict=True):
+        assert (ours.routing is None) == (theirs.routing is None)
+        if ours.routing is not None:
+            assert_same_bits(ours.routing.experts, theirs.routing.experts, "experts")
+            assert_same_bits(ours.routing.margins, theirs.routing.margins, "margins")
+
+
+def test_the_audit_checks_experts(finished):
+    result = audit_run(finished.folder.path, [1, 3])
+    assert result.exact
+    recorded = {n: read_rollout(finished.folder.rollouts, n).samples for n in (1, 3)}
+    for step in result.steps:
+        assert step.routed == sum(int(s.routing.recorded.sum()) for s in recorded[step.step]) > 0
+        assert step.experts == 0
+
+
+@pytest.mark.parametrize("name", ["routing_experts", "routing_margins"])
+def test_a_changed_trace_is_red_in_the_audit(finished, name):
+    path = finished.folder.rollouts / "step-2.safetensors"
+    kept = path.read_bytes()
+    arrays = load_file(path)
+    values = arrays[name]
+    token = len(values) - 1  # of the last sample's completion
+    values.view(np.int32 if name == "routing_margins" else np.int8)[token].reshape(-1)[0] ^= 1
+    save_file(arrays, path)
+    try:
+        (step,) = audit_run(finished.folder.path, [2]).steps
+    finally:
+        path.write_bytes(kept)
+    assert (step.trainer, step.engine, step.redrawn, step.experts) == (0, 0, 0, 2)
+    assert step.first.startswith("experts, trainer: sample 11, token ")
+
+
+def test_recording_changes_no_bit(base, finished):
+    """The same run without a record; only its names are missing."""
+    plain = train(recipe(base, ON[1], name="plain"))
+    ours, theirs = (without_times(lines(run, "metrics")) for run in (plain, finished))
+    for record in theirs:
+        del record["moe/different_experts"]
+    assert ours == theirs
+    assert all(s.routing is None for s in read_rollout(plain.folder.rollouts, 1).samples)
+    assert plain.decoder.digests() == finished.decoder.digests()
+
+
+def test_the_balance_loss_is_part_of_the_course(base, finished):
+    """The control of the test above, and a checkpoint of another coefficient is refused."""
+    without = train(recipe(base, ON[0], name="without"))
+    assert without.decoder.digests() != finished.decoder.digests()
+    newest = str(list_checkpoints(finished.folder.checkpoints)[-2])
+    with pytest.raises(ConfigError, match=r"moe\.balance_loss = 0\.02"):
+        Run(recipe(base, ON[0], "moe.balance_loss=0.02", name="other"), newest)
+    resumed = Run(recipe(base, ON[1], name="resumed"), newest)
+    assert resumed.train() and resumed.decoder.digests() == finished.decoder.digests()
+
+
+def test_one_sided_runs_log_a_share_of_other_experts(base):
+    run = train(recipe(base, ON[0], "rollout.numerics=fp8-kv", "optimizer.max_steps=2", name="one-sided"))
+    shares = [record["moe/different_experts"] for record in lines(run, "metrics")]
+    assert len(shares) == 2 and all(0 < share < 1 for share in shares)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("setting", ["moe.record_routing=true", "moe.balance_loss=0.1", "moe.router_bias_rate=0.1"])
+def test_dense_models_are_refused(tmp_path, setting):
+    key = setting.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key} = .*: this llama model has no routed experts"):
+        Run(recipe(tmp_path, setting), "never")
+
+
+def test_routers_without_a_bias_are_refused(base, finished):
+    with pytest.raises(ConfigError, match=r"bias_rate = 0\.1: routers of qwen3_moe have no correction bias"):
+        Run(recipe(base, "moe.router_bias_rate=0.1", name="refused"), "never")

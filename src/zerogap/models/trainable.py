@@ -33,7 +33,7 @@ def select_trainable(names: Iterable[str], patterns: Sequence[str], num_layers: 
             raise ConfigError(
                 "trainable",
                 pattern,
-                "no tensor of this model matches; names look like model.layers.0.mlp.up_proj.weight",
+                "no tensor that can be trained matches; names look like model.layers.0.mlp.up_proj.weight",
             )
         chosen |= hits
     return chosen

@@ -91,7 +91,8 @@ def softmax(z: Bounded) -> Bounded:
 
 
 def constant(x: float) -> Bounded:
-    return Bounded.exact(torch.tensor(x))
+    """A setting that the kernels hold in FP32."""
+    return Bounded.exact(torch.tensor(x, dtype=torch.float64)).rounded()
 
 
 # ------------------------------------------------------------------------------------------------ the analysis
@@ -233,7 +234,7 @@ def autograd(
         out = out + mlp(leaves["x"], "shared gate", "shared up", "shared down")
     loss = (out * dy.double()).sum()
     for first, last in itertools.pairwise(sample_starts):
-        counts = torch.bincount(experts[first:last].flatten().long(), minlength=routing.num_experts)
+        counts = torch.bincount(experts[first:last].flatten().long(), minlength=routing.num_experts).double()
         share = counts * routing.num_experts / (routing.top_k * (last - first))
         probability = score[first:last] / score[first:last].sum(-1, keepdim=True)
         loss = loss + balance * (share * probability.mean(0)).sum()

@@ -133,6 +133,12 @@ def test_choices_are_those_of_the_model_code(routing) -> None:
     assert ((weights.double() - exact).abs() <= exact * 32 * 2.0**-24).all()
 
 
+def test_scores_that_all_underflow() -> None:
+    """DeepSeek-V3's epsilon keeps the sum of the chosen scores from being zero."""
+    weights = kernels.route(torch.full((2, 16), -100.0), None, SIGMOID)[1]
+    assert_same_bits(weights, torch.zeros(2, 3), "weights")
+
+
 @every_routing
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_shows(routing, bad) -> None:
@@ -201,6 +207,7 @@ def test_spread_and_combine(dtype) -> None:
     rows = kernels.spread(x, order.slots)
     assert_same_bits(rows.view(-1, 77), x[order.tokens.flatten().long()], "sorted rows")
     rows = hard_values((60, 4, 77), dtype, 3, spread=8)
+    rows.view(-1, 77)[order.slots[7].long()] = -0.0
     flat = reference.array(rows).reshape(-1, 77)
     for name, extra in (("alone", None), ("shared", shared)):
         total = np.zeros((60, 77), np.float32)

@@ -12,7 +12,9 @@ from tests.ops import moe_float64 as float64
 from tests.ops import moe_reference as reference
 from tests.ops.moe_cases import BF16, FP32, ROUTINGS, Case, context
 from tests.ops.other_builds import rerun
+from tests.ops.test_gemm import Pair, on_both_ranks
 from zerogap.ops.cpu import library
+from zerogap.ops.handle import WeightHandle
 from zerogap.ops.moe import MoEWeights, Routing, moe
 from zerogap.routing import RoutingRecord
 from zerogap.types import FP8Blocks
@@ -206,6 +208,35 @@ def test_a_record_that_is_used_again() -> None:
     out.backward(dy)
     assert_same_bits(leaf.grad, dx, "dx")
     assert_same_grads(weights, plain, "weights")
+
+
+@every_numerics
+def test_two_ranks_split_the_shared_mlp(storage, fp8) -> None:
+    """Half of the shared MLP's inner axis on each rank, one or two leaves each: output and dx of the whole, on both."""
+    case = Case(storage, fp8, ROUTINGS["moonlight"], shared=512)
+    whole, x, dy = case.weights(), case.rows(9), case.rows(9, 51)
+    dx = gradients(whole, case.routing, x, dy, [0, 9])
+    out = moe(x, whole, case.routing, context(), 0)
+
+    def half(handle: WeightHandle, rank: int, axis: int) -> WeightHandle:
+        value = handle.value().chunk(2, axis)[rank].contiguous()
+        leaves = {"in_leaves": handle.spec.in_leaves // 2 or 1, "out_leaves": handle.spec.out_leaves // 2 or 1}
+        part = WeightHandle(dataclasses.replace(handle.spec, shape=tuple(value.shape), **leaves), storage)
+        part.load(value)
+        part.enable_input_grad()
+        return part
+
+    def on_rank(rank: int, exchange: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+        assert whole.shared is not None
+        parts = tuple(half(handle, rank, axis) for handle, axis in zip(whole.shared, (0, 0, 1), strict=True))
+        weights, leaf = dataclasses.replace(whole, shared=parts), x.clone().requires_grad_()
+        y = moe(leaf, weights, case.routing, context([0, 9]), 0, exchange)
+        y.backward(dy)
+        return y.detach(), leaf.grad
+
+    for found, gradient in on_both_ranks(on_rank):
+        assert_same_bits(found, out, "output")
+        assert_same_bits(gradient, dx, "dx")
 
 
 # ------------------------------------------------------------------------------------------------ balance loss

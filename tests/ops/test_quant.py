@@ -156,6 +156,15 @@ def test_rows_and_blocks_do_not_see_each_other() -> None:
     assert_same_bits(alone[1], scales[1:2, 2:])
 
 
+def test_rows_of_several_lines() -> None:
+    """[M, lines, K] has the grid values and scales of its M * lines lines."""
+    x = hard_values((7, 3, 200), BF16, seed=1)
+    for found, alone in zip(
+        kernels.quantise_rows(x, "fp32"), kernels.quantise_rows(x.view(21, 200), "fp32"), strict=True
+    ):
+        assert_same_bits(found.view(21, -1), alone, "lines")
+
+
 def test_a_recorded_program_quantises_rows() -> None:
     x = torch.zeros(40, 300, dtype=BF16)
     with library.record(rows=(x,)) as program:

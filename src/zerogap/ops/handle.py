@@ -3,7 +3,7 @@
 A matrix lives as packed panels (forward product) and, once a trainer needs input gradients, as the panels of its
 transpose; an embedding lives as rows, and as panels too when it is also the head; a vector lives as itself. The panels
 of an expert's matrix are views of its stack's (`ops.stack`); a matrix that is used head by head lives as rows and as
-two stacks, one per part; a buffer is a vector that stays FP32 and that only `load` writes. Rollout and trainer hold the
+two stacks, one per part; a buffer is a vector that stays FP32 and that no gradient writes. Rollout and trainer hold the
 same handle, so on one device there is one copy of the weights and an update is in place: addresses never change, and
 recorded programs stay valid.
 

@@ -333,7 +333,7 @@ class LayerKV:
 
     Attributes:
         keys, values: pages, the page number first.
-        key_scales, value_scales: FP32 scales of an FP8 codec (`ops.kv.FP8Codec` says which), None for any other.
+        key_scales, value_scales: FP32 scales of an FP8 codec (which says of what), None for any other.
         calibration: who is shown the keys and values before they are written, None: nobody.
     """
 
@@ -348,8 +348,8 @@ class LayerKV:
 class KVObserver(Protocol):
     """Learns how large keys and values get (`ops.kv_scales`)."""
 
-    def observe(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keys after RoPE and values of T rows, [T, num_kv_heads * head_dim]."""
+    def observe(self, *kinds: torch.Tensor) -> None:
+        """T rows of each kind that a codec stores: keys after RoPE and values; latents."""
         ...
 
 
@@ -375,6 +375,11 @@ class KVCodec(Protocol):
         ...
 
     @property
+    def scale_shape(self) -> tuple[int, int]:
+        """Calibrated scales of a layer: kinds (keys and values; latents) and groups (KV heads; tiles)."""
+        ...
+
+    @property
     def scale_format(self) -> str: ...
 
     @property
@@ -384,10 +389,8 @@ class KVCodec(Protocol):
         """Bytes of keys, values and scales per token and layer."""
         ...
 
-    def allocate(
-        self, num_pages: int, page_size: int, scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> LayerKV:
-        """Zeroed pages for one layer; `scales` of keys and values only where the codec takes calibrated ones."""
+    def allocate(self, num_pages: int, page_size: int, scales: tuple[torch.Tensor, ...] | None = None) -> LayerKV:
+        """Zeroed pages for one layer; `scales` of each kind only where the codec takes calibrated ones."""
         ...
 
 

@@ -21,7 +21,7 @@ MAX_TOKENS = 1024
 
 
 def calibration_pass(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Largest magnitudes FP32 [layers, 2, num_kv_heads] over the first `MAX_TOKENS` tokens of all prompts together.
+    """Largest magnitudes FP32 [layers, kinds, groups] over the first `MAX_TOKENS` tokens of all prompts together.
 
     Raises:
         ConfigError: there is no token.
@@ -51,7 +51,7 @@ def calibration_pass(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> torc
     )
     spec = decoder.spec
     codec = plain_codec(spec, decoder.numerics)
-    calibration = Calibration(spec.num_layers, spec.num_kv_heads)
+    calibration = Calibration(spec.num_layers, codec.scale_shape)
     layers = decoder.scratch_kv(codec.allocate(sum(pages), PAGE_SIZE), calibration=calibration)
     with torch.no_grad():
         decoder.hidden(torch.from_numpy(np.concatenate(rows)), context, layers)

@@ -57,7 +57,7 @@ class Decoder:
         self.identity = backend.identity(numerics)
         self.version = self.loads = 0
         self.kv_scales: KVScales | None = None
-        self._live_scales = torch.full((spec.num_layers, 2, spec.num_kv_heads), float("nan"))
+        self._live_scales = torch.full((spec.num_layers, *self.codec().scale_shape), float("nan"))
         self.exchange: Exchange = LOCAL
         self.max_positions = min(max_positions or spec.max_position, spec.max_position)
         self.weights, stacks = make_weights(spec.weight_specs(numerics), numerics)
@@ -168,7 +168,7 @@ class Decoder:
         if not self.calibrated:
             raise ConfigError("numerics.kv_scale", self.numerics.kv_scale, "only a calibrated cache takes a scale set")
         if scales.values.shape != self._live_scales.shape:
-            mend = f"this model has {tuple(self._live_scales.shape)} layers, kinds and KV heads"
+            mend = f"this model has {tuple(self._live_scales.shape)} layers, kinds and KV heads (or tiles)"
             raise ConfigError("kv_scales", tuple(scales.values.shape), mend)
         self._live_scales.copy_(scales.values)
         self.kv_scales = scales
@@ -203,7 +203,7 @@ class Decoder:
             ContractError: the scales are not known yet.
         """
         values = None
-        if pages.codec.name == "fp8" and self.calibrated:
+        if pages.codec.kv_scale == "calibrated":
             if scales is None:
                 self.require_calibrated()
             values = self._live_scales if scales is None else scales.values
@@ -215,9 +215,8 @@ class Decoder:
     def _layers_of(self, pages: list[LayerKV], scales: torch.Tensor | None) -> list[LayerKV]:
         if not self.calibrated or scales is None:
             return pages
-        return [
-            dataclasses.replace(kv, key_scales=scales[i, 0], value_scales=scales[i, 1]) for i, kv in enumerate(pages)
-        ]
+        names = ("key_scales", "value_scales")[: scales.shape[1]]
+        return [dataclasses.replace(kv, **dict(zip(names, scales[i], strict=True))) for i, kv in enumerate(pages)]
 
     # ---- forward
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 
 from zerogap.errors import CheckpointError, ContractError
+from zerogap.models.cache import codec_of
 from zerogap.models.spec import ModelSpec
 from zerogap.models.tensors import ROUTER
 from zerogap.numerics import DType, Numerics, names_tensor
@@ -82,10 +83,10 @@ def require_same_list(ours: Iterable[str], stored: object, where: str) -> None:
 
 
 def kv_bytes(spec: ModelSpec, numerics: Numerics) -> tuple[int, int]:
-    """Bytes of the KV cache per token over all layers: (keys and values, the scales beside them)."""
-    heads = 2 * spec.num_layers * spec.num_kv_heads
-    beside = numerics.kv_scale == "per_token_head"
-    return heads * spec.head_dim * numerics.kv.nbytes, heads * SCALE_BYTES if beside else 0
+    """Bytes of the KV cache per token over all layers: (keys and values, or latent rows; the scales beside them)."""
+    codec = codec_of(spec, numerics)
+    beside = SCALE_BYTES * math.prod(codec.scale_shape) if codec.kv_scale == "per_token_head" else 0
+    return spec.num_layers * (codec.bytes_per_token() - beside), spec.num_layers * beside
 
 
 def layer_of(name: str) -> int | None:

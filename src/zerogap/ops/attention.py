@@ -106,7 +106,7 @@ def attention(
     if kv.calibration is not None:
         kv.calibration.observe(k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        _require_whole_samples(context, q.shape[0])
+        require_whole_samples(context, q.shape[0])
         out = _Attention.apply(q, k, v, kv, context, num_heads, scale, kv_split, leaves)
     else:
         native.kv_write(k, v, kv, context)
@@ -119,7 +119,7 @@ def attention(
     return out
 
 
-def _require_whole_samples(context: ForwardContext, num_rows: int) -> None:
+def require_whole_samples(context: ForwardContext, num_rows: int) -> None:
     """The backward takes the rows between two sample starts for the whole sample."""
     starts = context.sample_starts
     assert starts is not None, "training needs sample_starts"

@@ -44,6 +44,11 @@ class DenseCodec:
         require_heads(self.num_kv_heads, self.head_dim)
 
     @property
+    def scale_shape(self) -> tuple[int, int]:
+        """Calibrated scales of a layer: of keys and of values, by KV head."""
+        return 2, self.num_kv_heads
+
+    @property
     def attention_math(self) -> DType:
         """Operands of the score and value products."""
         return self.storage
@@ -52,9 +57,7 @@ class DenseCodec:
         """Bytes of keys and values per token and layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.storage.nbytes
 
-    def allocate(
-        self, num_pages: int, page_size: int, scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> LayerKV:
+    def allocate(self, num_pages: int, page_size: int, scales: tuple[torch.Tensor, ...] | None = None) -> LayerKV:
         """Zeroed pages for one layer: keys and values [num_pages, num_kv_heads, page_size * head_dim].
 
         Memory is taken from the system when a page is first written.
@@ -97,6 +100,11 @@ class FP8Codec:
             raise ConfigError("attention_math", self.attention_math.value, "choose bf16 or fp8")
 
     @property
+    def scale_shape(self) -> tuple[int, int]:
+        """Calibrated scales of a layer: of keys and of values, by KV head."""
+        return 2, self.num_kv_heads
+
+    @property
     def calibrated(self) -> bool:
         """True if scales are given, not written."""
         return self.kv_scale == "calibrated"
@@ -105,9 +113,7 @@ class FP8Codec:
         """Bytes of codes, and of scales that belong to the token, per token and layer."""
         return 2 * self.num_kv_heads * (self.head_dim + (0 if self.calibrated else 4))
 
-    def allocate(
-        self, num_pages: int, page_size: int, scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> LayerKV:
+    def allocate(self, num_pages: int, page_size: int, scales: tuple[torch.Tensor, ...] | None = None) -> LayerKV:
         """Zeroed pages for one layer: keys and values uint8 [num_pages, num_kv_heads, page_size * head_dim].
 
         Args:
@@ -154,19 +160,20 @@ def require_page_size(page_size: int) -> None:
 
 def require_scales(kv: LayerKV) -> None:
     """Raise `ContractError` if FP8 pages came without their scales: there is no default for one."""
-    if kv.codec.kv_scale != "none" and (kv.key_scales is None or kv.value_scales is None):
+    kinds = (kv.key_scales, kv.value_scales)[: kv.codec.scale_shape[0]]
+    if kv.codec.kv_scale != "none" and any(scales is None for scales in kinds):
         raise ContractError(
             "the FP8 KV cache of a layer has no scales: calibrated scales belong to a weight version and must be "
             "given with it; calibrate first, or choose numerics.kv_scale: per_token_head"
         )
 
 
-def calibrated_scales(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A copy of the calibrated scales of keys and values, None for any other codec."""
+def calibrated_scales(kv: LayerKV) -> tuple[torch.Tensor, ...] | None:
+    """A copy of the calibrated scales of each kind (keys, values; latents), None for any other codec."""
     if kv.codec.kv_scale != "calibrated":
         return None
-    assert kv.key_scales is not None and kv.value_scales is not None, "attention refuses pages without scales"
-    return kv.key_scales.clone(), kv.value_scales.clone()
+    require_scales(kv)
+    return tuple(scales.clone() for scales in (kv.key_scales, kv.value_scales) if scales is not None)
 
 
 def kv_amax(k: torch.Tensor, amax: torch.Tensor) -> None:

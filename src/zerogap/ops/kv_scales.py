@@ -1,10 +1,11 @@
-"""Calibrated scales of an FP8 KV cache: one number per layer, keys or values, and KV head, for one weight version.
+"""Calibrated scales of an FP8 KV cache: one number per layer, keys or values, and KV head, for one weight version; of
+latent attention one per layer and tile of 128 elements of the latent.
 
     scale = the scale of a block (ops/quant.py) whose largest magnitude is fl(kv_margin * amax)
 
-`amax` is the largest magnitude that keys (after RoPE) or values had over a set of tokens. The trainer takes it along in
-its forward pass under weight version v, for the scales of version v + 1; version 0 is calibrated in one pass over the
-first prompts with a BF16 cache. A maximum does not depend on any order, so neither do the scales.
+`amax` is the largest magnitude that keys (after RoPE), values or latents had over a set of tokens. The trainer takes it
+along in its forward pass under weight version v, for the scales of version v + 1; version 0 is calibrated in one pass
+over the first prompts with a BF16 cache. A maximum does not depend on any order, so neither do the scales.
 
 A set has a name, which is a digest of its numbers: samples, prefix-cache keys and checkpoints carry it, and whoever
 cannot find the set of that name refuses to compute. There is no default scale.
@@ -19,6 +20,7 @@ import torch
 
 from zerogap.errors import CheckpointError, NonFiniteError
 from zerogap.numerics import Numerics
+from zerogap.ops.cpu.mla import latent_amax
 from zerogap.ops.cpu.quant import block_scales
 from zerogap.ops.digest import digest
 from zerogap.ops.kv import kv_amax
@@ -29,7 +31,8 @@ class KVScales:
     """A scale set.
 
     Attributes:
-        values: FP32 [layers, 2, num_kv_heads], of keys and of values; never written after construction.
+        values: FP32 [layers, kinds, groups], by the codec's `scale_shape`: of keys and of values by KV head, or of
+            latents by tile; never written after construction.
     """
 
     values: torch.Tensor
@@ -41,16 +44,16 @@ class KVScales:
 
     @classmethod
     def of(cls, amax: torch.Tensor, numerics: Numerics) -> "KVScales":
-        """The scales for magnitudes FP32 [layers, 2, num_kv_heads].
+        """The scales for magnitudes FP32 [layers, kinds, groups].
 
         Raises:
-            NonFiniteError: a magnitude is not finite; names layer, kind and head.
+            NonFiniteError: a magnitude is not finite; names layer, kind and group.
         """
         finite = torch.isfinite(amax)
         if not finite.all():
-            layer, kind, head = (int(i) for i in (~finite).nonzero()[0])
-            what = ("keys", "values")[kind]
-            raise NonFiniteError(f"{what} of layer {layer}, KV head {head} are not finite: no scale can be calibrated")
+            layer, kind, group = (int(i) for i in (~finite).nonzero()[0])
+            what, where = ("latents", "tile") if amax.shape[1] == 1 else (("keys", "values")[kind], "KV head")
+            raise NonFiniteError(f"{what} of layer {layer}, {where} {group} are not finite: no scale can be calibrated")
         return cls(block_scales(amax * numerics.kv_margin, numerics.scale_format))
 
     @classmethod
@@ -58,14 +61,15 @@ class KVScales:
         """Inverse of `to_list`.
 
         Raises:
-            CheckpointError: something else than positive numbers per layer, kind and head.
+            CheckpointError: something else than positive numbers per layer, kind and group.
         """
         try:
             values = torch.tensor(numbers, dtype=torch.float32)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"KV scales are no table of numbers: {error}") from None
-        if values.dim() != 3 or values.shape[1] != 2 or not (torch.isfinite(values) & (values > 0)).all():
-            raise CheckpointError("KV scales must be positive numbers, [layers][keys, values][KV heads]")
+        if values.dim() != 3 or values.shape[1] not in (1, 2) or not (torch.isfinite(values) & (values > 0)).all():
+            mend = "[layers][keys, values][KV heads], or [layers][latents][tiles]"
+            raise CheckpointError(f"KV scales must be positive numbers, {mend}")
         return cls(values)
 
     def to_list(self) -> list:
@@ -77,12 +81,13 @@ class Calibration:
     """The running maxima of one forward pass or several. Raised by attention, layer by layer.
 
     Attributes:
-        amax: FP32 [layers, 2, num_kv_heads].
+        amax: FP32 [layers, kinds, groups].
         seconds: spent on them.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int) -> None:
-        self.amax = torch.zeros((num_layers, 2, num_kv_heads))
+    def __init__(self, num_layers: int, scale_shape: tuple[int, int]) -> None:
+        """`scale_shape`: kinds and groups of a layer, by the model's codec."""
+        self.amax = torch.zeros((num_layers, *scale_shape))
         self.seconds = 0.0
 
     def layer(self, index: int) -> "LayerCalibration":
@@ -97,9 +102,11 @@ class LayerCalibration:
     whole: Calibration
     index: int
 
-    def observe(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise the maxima by keys and values [T, num_kv_heads * head_dim], as attention gets them."""
+    def observe(self, *kinds: torch.Tensor) -> None:
+        """Raise the maxima by T rows, as attention gets them: keys and values [T, num_kv_heads * head_dim] each, or
+        latents [T, latent]."""
         began = time.perf_counter()
-        kv_amax(k, self.whole.amax[self.index, 0])
-        kv_amax(v, self.whole.amax[self.index, 1])
+        raise_by = latent_amax if len(kinds) == 1 else kv_amax
+        for rows, amax in zip(kinds, self.whole.amax[self.index], strict=True):
+            raise_by(rows, amax)
         self.whole.seconds += time.perf_counter() - began

@@ -150,7 +150,7 @@ class Trainer:
         if scales is not None:
             self._scale_sets = {scales.name: scales}
         if self.decoder.calibrated and self._calibration is None:
-            self._calibration = Calibration(self.decoder.spec.num_layers, self.decoder.spec.num_kv_heads)
+            self._calibration = Calibration(self.decoder.spec.num_layers, self.decoder.codec().scale_shape)
         denominators = loss.denominators(batch)
         numerics = self.decoder.numerics
         bins = GradientBins(self.handles, numerics.grad_bins)

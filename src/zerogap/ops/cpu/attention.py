@@ -212,7 +212,7 @@ def attention_grad(
     d_out: torch.Tensor,
     sample_starts: torch.Tensor,
     codec: KVCodec,
-    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    scales: tuple[torch.Tensor, ...] | None,
     *,
     num_heads: int,
     scale: float,

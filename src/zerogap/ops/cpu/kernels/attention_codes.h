@@ -78,6 +78,15 @@ static inline float row_scale(const bf16* x, int64_t head_dim, bool pow2) {
     return block_scale(lane_largest(largest), pow2);
 }
 
+// *into = the larger of two magnitudes, by any number of threads. Bits of magnitudes ascend with them, NaN above infinity.
+static inline void raise_magnitude(float* into, float magnitude) {
+    const uint32_t largest = bits_of(magnitude);
+    uint32_t* bits = reinterpret_cast<uint32_t*>(into);
+    uint32_t seen = __atomic_load_n(bits, __ATOMIC_RELAXED);
+    while (seen < largest &&
+           !__atomic_compare_exchange_n(bits, &seen, largest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
 // A calibrated scale as it is used: NaN unless it is a positive number, so that nothing computed with it can pass.
 static inline float given_scale(float scale) { return scale > 0 && scale < HUGE_VALF ? scale : NAN; }
 

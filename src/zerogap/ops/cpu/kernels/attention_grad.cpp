@@ -6,12 +6,10 @@
 // of finished key tiles per (query tile, head): a key tile waits for its predecessor there. Items are claimed in
 // ascending order and the lowest unfinished one never waits, so this ends with any number of threads.
 #include "attention_codes.h"
-#include <sched.h>
+#include "attention_grad.h"
 
 namespace zg {
 namespace {
-
-constexpr int64_t TILE = BLOCK_KEYS;
 
 // Part of the workspace that belongs to one (tile, query head).
 template <class T> struct HeadTile {
@@ -37,86 +35,6 @@ template <class T> struct HeadTile {
     }
 };
 
-struct Span { int64_t begin, rows, index, last; };  // first row, rows, tile index in the sample, index of its last tile
-
-// The tile-th tile of 64 rows, samples in order.
-Span find_tile(const AttentionGradArgs& a, int64_t tile) {
-    for (int64_t s = 0;; s++) {
-        const int64_t begin = a.sample_starts[s], length = a.sample_starts[s + 1] - begin;
-        const int64_t tiles = ceil_div(length, TILE);
-        if (tile < tiles) return {begin + tile * TILE, min_of(TILE, length - tile * TILE), tile, tiles - 1};
-        tile -= tiles;
-    }
-}
-
-template <class T> const uint32_t* words(const T* p) { return reinterpret_cast<const uint32_t*>(p); }
-template <class T> uint32_t* words(T* p) { return reinterpret_cast<uint32_t*>(p); }
-
-// out[c][r] = in[r][c] for words of 32 bits, sixteen by sixteen.
-void transpose16(const uint32_t* in, int64_t in_stride, uint32_t* out, int64_t out_stride) {
-#if defined(__AVX512F__)
-    __m512i r[16], t[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(in + i * in_stride);
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {  // r[i + c]: in each 128-bit lane L column 4 L + c of rows i .. i + 3
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        const __m512i even_low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
-        const __m512i odd_low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-        const __m512i even_high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-        const __m512i odd_high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-        _mm512_storeu_si512(out + c * out_stride, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
-        _mm512_storeu_si512(out + (4 + c) * out_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
-        _mm512_storeu_si512(out + (8 + c) * out_stride, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
-        _mm512_storeu_si512(out + (12 + c) * out_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
-    }
-#else
-    for (int64_t c = 0; c < 16; c++)
-        for (int64_t r = 0; r < 16; r++) out[c * out_stride + r] = in[r * in_stride + c];
-#endif
-}
-
-// The same for any matrix; rows are a multiple of sixteen.
-void transpose(const uint32_t* in, int64_t rows, int64_t cols, uint32_t* out) {
-    const int64_t whole = cols / 16 * 16;
-    for (int64_t r = 0; r < rows; r += 16, in += 16 * cols, out += 16) {
-        for (int64_t c = 0; c < whole; c += 16) transpose16(in + c, cols, out + c * rows, rows);
-        for (int64_t i = 0; i < 16; i++)
-            for (int64_t c = whole; c < cols; c++) out[c * rows + i] = in[i * cols + c];
-    }
-}
-
-// Rows a and b side by side: out[i] = (a[i], b[i]).
-void interleave(const bf16* __restrict a, const bf16* __restrict b, uint32_t* __restrict out, int64_t count) {
-    for (int64_t i = 0; i < count; i++) out[i] = uint32_t(a[i]) | uint32_t(b[i]) << 16;
-}
-
-// [count][width] -> steps along rows, [count / W][width][W].
-void pair_rows(const bf16* in, int64_t count, int64_t width, bf16* out) {
-    for (int64_t r = 0; r < count; r += 2)
-        interleave(in + r * width, in + (r + 1) * width, words(out + r * width), width);
-}
-void pair_rows(const float* in, int64_t count, int64_t width, float* out) {
-    memcpy(out, in, count * width * sizeof(float));
-}
-
-// 64 rows of a sample at `stride`; missing ones are zero.
-template <class T> void gather_rows(const T* source, int64_t stride, int64_t rows, int64_t D, T* out) {
-    for (int64_t r = 0; r < rows; r++) memcpy(out + r * D, source + r * stride, D * sizeof(T));
-    memset(out + rows * D, 0, (TILE - rows) * D * sizeof(T));
-}
-
 // Quantises 64 rows in place.
 void quantise_tile(bf16* rows, int64_t D, bool pow2, float* scales) {
     for (int64_t r = 0; r < TILE; r++, rows += D) {
@@ -125,15 +43,10 @@ void quantise_tile(bf16* rows, int64_t D, bool pow2, float* scales) {
     }
 }
 
-// Rows are lanes of 64 rows [64][D]: [D / W][64][W].
-template <class T> void spread_rows(const T* rows, int64_t D, T* lanes) {
-    transpose(words(rows), TILE, D / Step<T>::WIDTH, words(lanes));
-}
-
 template <class F> void prepare(const AttentionGradArgs& a, int64_t tile, int64_t head, typename F::Row* rows) {
     typedef typename F::Row T;
     const int64_t D = a.head_dim, stride = a.num_heads * D;
-    const Span span = find_tile(a, tile);
+    const Span span = find_tile(a.sample_starts, tile);
     const int64_t first = span.begin * stride + head * D;
     HeadTile<T> work(a, tile, head);
     gather_rows(static_cast<const T*>(a.q) + first, stride, span.rows, D, rows);
@@ -155,46 +68,6 @@ template <class F> void prepare(const AttentionGradArgs& a, int64_t tile, int64_
     }
     memset(work.dq, 0, TILE * D * sizeof(float));
     *work.progress = 0;
-}
-
-// c[r][column] (row stride c_stride) = or += the chain over `steps` of a[r] and b, b being [steps][b_width][W].
-template <class T> struct Product {
-    const T* a;
-    int64_t a_stride, steps;
-    const T* b;
-    int64_t b_width;
-    float* c;
-    int64_t c_stride;
-    bool from_zero;
-    template <int ROWS, int COLS> void call() {
-        constexpr int W = Step<T>::WIDTH;
-        F16 acc[ROWS][COLS];
-        const T* columns[COLS];
-        for (int i = 0; i < COLS; i++) {
-            columns[i] = b + i * LANES * W;
-            for (int r = 0; r < ROWS; r++) acc[r][i] = from_zero ? zero() : load(c + r * c_stride + i * LANES);
-        }
-        accumulate<T, ROWS, COLS>(acc, steps, a, a_stride, columns, b_width * W);
-        for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < COLS; i++) store(c + r * c_stride + i * LANES, acc[r][i]);
-    }
-};
-
-template <class T>
-void multiply(int64_t rows, const T* a, int64_t a_stride, int64_t steps, const T* b, int64_t width, float* c,
-              bool from_zero) {
-    constexpr int W = Step<T>::WIDTH;
-    const int64_t vectors = width / LANES, col_parts = ceil_div(vectors, MAX_LANES);
-    const int64_t row_parts = ceil_div(rows, MAX_ROWS);
-    for (int64_t j = 0; j < col_parts; j++) {
-        const int64_t column = j * vectors / col_parts, columns = (j + 1) * vectors / col_parts - column;
-        for (int64_t i = 0; i < row_parts; i++) {
-            const int64_t row = i * rows / row_parts, count = (i + 1) * rows / row_parts - row;
-            Product<T> product{a + row * a_stride, a_stride, steps, b + column * LANES * W, width,
-                               c + row * width + column * LANES, width, from_zero};
-            with_size(int(count), int(columns), product);
-        }
-    }
 }
 
 // This thread's memory for one item.
@@ -282,11 +155,6 @@ void soften_tile(const HeadTile<typename F::Row>& work, Item<typename F::Row>& i
     pair_rows(F::SCALED ? item.ds_scaled : item.ds, TILE, TILE, item.ds_steps);
 }
 
-void wait_for(const int32_t* progress, int32_t value) {
-    for (int spins = 0; __atomic_load_n(progress, __ATOMIC_ACQUIRE) != value; spins++)
-        if (spins > 200) sched_yield();
-}
-
 // One (key tile, query tile, head): adds to dk, dv (of the open intersection) and to the query tile's dq.
 template <class F>
 void add_tile(const AttentionGradArgs& a, Item<typename F::Row>& item, const Span& keys, int64_t tile,
@@ -309,18 +177,6 @@ void add_tile(const AttentionGradArgs& a, Item<typename F::Row>& item, const Spa
             for (int64_t d = 0; d < D; d += LANES) store(dq + r * a.num_heads * D + d, load(item.rows + r * D + d));
     }
     __atomic_store_n(work.progress, int32_t(keys.index + 1), __ATOMIC_RELEASE);
-}
-
-// Sums parts[leaf - first] over the leaves [low, high) that exist, by the fixed tree; the result is the first part.
-float* tree_sum(float* parts, int64_t size, int64_t first, int64_t end, int64_t low, int64_t high) {
-    if (high <= first || low >= end) return nullptr;
-    if (high - low == 1) return parts + (low - first) * size;
-    const int64_t middle = (low + high) / 2;
-    float* left = tree_sum(parts, size, first, end, low, middle);
-    float* right = tree_sum(parts, size, first, end, middle, high);
-    if (!left || !right) return left ? left : right;
-    for (int64_t i = 0; i < size; i += LANES) store(left + i, load(left + i) + load(right + i));
-    return left;
 }
 
 // Gradients of 64 rows of k or v. Calibrated codes: +0 where the element was clipped (straight-through elsewhere).
@@ -346,14 +202,14 @@ template <class F>
 void key_item(const AttentionGradArgs& a, Item<typename F::Row>& item, int64_t tile, int64_t kv_head) {
     const int64_t D = a.head_dim, size = TILE * D;
     const int64_t group = a.num_heads / a.num_kv_heads, per_leaf = a.num_heads / a.leaves;
-    const Span keys = find_tile(a, tile);
+    const Span keys = find_tile(a.sample_starts, tile);
     load_keys<F>(a, keys, kv_head, item);
     const int64_t first_head = kv_head * group, first_leaf = first_head / per_leaf;
     for (int64_t head = first_head; head < first_head + group; head++) {
         const int64_t part = (head / per_leaf - first_leaf) * size;
         bool first = head == first_head || head % per_leaf == 0;  // a new chain
         for (int64_t index = keys.index; index <= keys.last; index++) {
-            const Span queries = find_tile(a, tile + index - keys.index);
+            const Span queries = find_tile(a.sample_starts, tile + index - keys.index);
             add_tile<F>(a, item, keys, tile + index - keys.index, queries, head, item.dk + part, item.dv + part, first);
             first = false;
         }

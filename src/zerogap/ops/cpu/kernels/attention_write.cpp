@@ -61,12 +61,7 @@ template <class T> void add_amax(const KVAmaxArgs& a, int64_t begin, int64_t end
             const T* k = static_cast<const T*>(a.k) + (row * a.num_kv_heads + head) * D;
             for (int64_t d = 0; d < D; d += LANES) lanes = larger_magnitude(lanes, load(k + d));
         }
-        // Bits of magnitudes ascend with them, NaN above infinity.
-        const uint32_t largest = bits_of(lane_largest(lanes));
-        uint32_t* into = reinterpret_cast<uint32_t*>(a.amax + head);
-        uint32_t seen = __atomic_load_n(into, __ATOMIC_RELAXED);
-        while (seen < largest &&
-               !__atomic_compare_exchange_n(into, &seen, largest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+        raise_magnitude(a.amax + head, lane_largest(lanes));
     }
 }
 

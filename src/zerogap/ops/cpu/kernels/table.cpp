@@ -5,6 +5,7 @@
 #include "digest.h"
 #include "embedding.h"
 #include "moe.h"
+#include "mla.h"
 #include "norm.h"
 #include "optim.h"
 #include "product.h"
@@ -34,6 +35,10 @@ const OpEntry OPS[] = {
     {"kv_amax", run_kv_amax, sizeof(KVAmaxArgs)},
     {"attention", run_attention, sizeof(AttentionArgs)},
     {"attention_grad", run_attention_grad, sizeof(AttentionGradArgs)},
+    {"latent_write", run_latent_write, sizeof(LatentWriteArgs)},
+    {"latent_amax", run_latent_amax, sizeof(LatentAmaxArgs)},
+    {"latent_attention", run_latent_attention, sizeof(LatentAttentionArgs)},
+    {"latent_grad", run_latent_grad, sizeof(LatentGradArgs)},
     {"norm", run_norm, sizeof(NormArgs)},
     {"norm_grad", run_norm_grad, sizeof(NormGradArgs)},
     {"rope", run_rope, sizeof(RopeArgs)},

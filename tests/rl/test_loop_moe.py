@@ -7,13 +7,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.bits import assert_same_bits
-from tests.tiny_runs import lines, recipe, train, without_times
+from tests.models_on_disk import tiny_spec
+from tests.tiny_runs import VOCAB, lines, recipe, train, without_times
 from zerogap.errors import ConfigError
+from zerogap.models.moe_spec import MoESpec
+from zerogap.ops.moe import Routing
 from zerogap.rl.dictionary import find
 from zerogap.rl.loop import Run
 from zerogap.rl.rollout_log import LoggedRollout, read_rollout, write_rollout
+from zerogap.text.byte_level import END, write_byte_tokenizer
 from zerogap.train.checkpoint import list_checkpoints
 from zerogap.verify.audit import audit_run
+from zerogap.weights.random_model import write_random_model
 
 ON = ("moe.record_routing=true", "moe.balance_loss=0.01")
 NAMES = {"load_max", "idle_experts", "margin_min", "margin_p01", "balance_loss", "different_experts"}
@@ -117,6 +122,36 @@ def test_one_sided_runs_log_a_share_of_other_experts(base):
     run = train(recipe(base, ON[0], "rollout.numerics=fp8-kv", "optimizer.max_steps=2", name="one-sided"))
     shares = [record["moe/different_experts"] for record in lines(run, "metrics")]
     assert len(shares) == 2 and all(0 < share < 1 for share in shares)
+
+
+# ---- correction biases
+
+
+def write_biased(folder):
+    rule = Routing(6, 2, "sigmoid", normalise=True, scaling=2.0)
+    moe = MoESpec(rule, expert_size=48, shared_size=48, dense_layers=(0,), has_bias=True)
+    spec = tiny_spec("deepseek_v3", vocab_size=VOCAB, eos_token_ids=(END,), bos_token_id=None, moe=moe)
+    write_random_model(folder, spec, seed=1, peak=2.0)
+    write_byte_tokenizer(folder)
+
+
+def test_a_killed_run_with_moving_biases_resumes_to_equal_bits(tmp_path):
+    recipe(tmp_path, family="deepseek_v3")
+    for path in (tmp_path / "model").iterdir():
+        path.unlink()
+    write_biased(tmp_path / "model")
+    settings = (ON[0], "moe.router_bias_rate=0.01", "checkpoint.every=1", "checkpoint.keep=5")
+    whole = train(recipe(tmp_path, *settings, name="whole"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    moved = whole.decoder.weights[name].value()
+    source = dict(whole.files.tensors())[name]
+    steps = (moved - source).abs() / 0.01
+    assert steps.max() > 0.9 and ((steps - steps.round()).abs() < 1e-3).all()
+    assert all(record["moe/different_experts"] == 0 for record in lines(whole, "metrics"))
+    resumed = Run(recipe(tmp_path, *settings, name="resumed"), str(list_checkpoints(whole.folder.checkpoints)[0]))
+    assert resumed.step == 1 and resumed.train()
+    assert resumed.decoder.digests() == whole.decoder.digests()
+    assert audit_run(whole.folder.path).exact
 
 
 # ---- refusals

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.tiny import FAMILIES, LLAMA_8B, tiny_spec
+from tests.tiny import FAMILIES, LLAMA_8B, MOE_FAMILIES, tiny_spec
 from zerogap.errors import CheckpointError, ConfigError, ContractError
 from zerogap.models.decoder import Decoder
 from zerogap.models.inventory import inventory, kv_bytes, require_same_list
@@ -80,6 +80,26 @@ def test_every_tensor_says_why(family):
     assert {f.why for f in forms.values() if "_norm." in f.name} == ({"norm"} if spec.qk_norm else set())
 
 
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_routers_expansions_and_buffers_say_why_whatever_the_contract(family):
+    """Their own reason, not an option's: no option makes them FP8."""
+    spec = tiny_spec(family, num_layers=3)
+    contract = preset("fp8", bf16_first=2, bf16_tensors=["mlp.gate"])
+    for numerics in (preset("bf16"), preset("fp8"), contract):
+        forms = {form.name: form for form in inventory(spec, numerics)}
+        assert list(forms) == list(spec.weight_specs(numerics))
+        assert all(form.quantised == (not form.why) for form in forms.values())
+        layer = "model.layers.1."
+        assert forms[layer + "mlp.gate.weight"].why == "router: its choice is discrete"
+        if family == "deepseek_v3":
+            assert forms[layer + "self_attn.kv_b_proj.weight"].why == "latent expansion, used head by head"
+            bias = forms[layer + "mlp.gate.e_score_correction_bias"]
+            assert (bias.why, bias.nbytes) == ("buffer of the router, FP32", 4 * spec.moe.num_experts)
+            assert forms[layer + "self_attn.kv_a_layernorm.weight"].why == "norm"
+    assert forms["model.layers.1.mlp.experts.0.up_proj.weight"].why == "option: first 2"
+    assert forms["model.layers.2.mlp.experts.0.up_proj.weight"].quantised
+
+
 def test_bytes_are_those_of_codes_and_ragged_scales():
     spec = tiny_spec("llama", hidden_size=192, intermediate_size=320)
     forms = {form.name: form for form in inventory(spec, preset("fp8"))}
@@ -108,7 +128,7 @@ def test_an_8b_model_by_hand():
     assert kv_bytes(spec, preset("fp8-kv", kv_scale="calibrated")) == (65_536, 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 @pytest.mark.parametrize(
     ("numerics", "changes"),
     [("fp32", {}), ("bf16", {}), ("fp8", {}), ("fp8-kv", {}), ("fp8-kv", {"kv_scale": "calibrated"})],

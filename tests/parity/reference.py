@@ -92,12 +92,15 @@ def reference_gradients(model, texts, batch, beta):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def noisy_gradients(model, delta, seed, *args):
+def noisy_gradients(model, delta, seed, *args, inside=None):
     """`reference_gradients` with an error of +-delta * rms planted wherever the arithmetic under test rounds.
 
     An implementation that rounds is, to first order, the exact one with each intermediate result, and each result of
     its backward, moved by its rounding error. So if `delta` bounds those errors relative to their tensor's rms, the
     distance of these gradients from the exact ones is what an implementation of that arithmetic may be away.
+
+    Args:
+        inside: what is told how to move results that no module returns, by its `shake` (`routed_reference.Inside`).
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -121,11 +124,15 @@ def noisy_gradients(model, delta, seed, *args):
         if name.count(".") >= 1 and "rotary" not in name and not isinstance(module, torch.nn.ModuleList)
     ]
     handles.append(model.get_output_embeddings().register_forward_hook(hook))
+    if inside is not None:
+        inside.shake = shake_both
     try:
         gradients = reference_gradients(model, *args)
     finally:
         for handle in handles:
             handle.remove()
+        if inside is not None:
+            inside.shake = None
     return {name: shake(gradient) for name, gradient in gradients.items()}
 
 

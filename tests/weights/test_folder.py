@@ -260,13 +260,13 @@ def test_save_carries_over_tokenizer_template_generation_and_other_config(tmp_pa
     (source / "tokenizer.json").write_bytes(b"{}")
     (source / "chat_template.jinja").write_text("{{ messages }} \N{GRINNING FACE}")
     edit_json(source / "generation_config.json", top_k=3, eos_token_id=[2, 11])
-    edit_json(source / "config.json", note="kept")
+    edit_json(source / "config.json", note="kept", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
     files = open_model(source)
     folder = save_folder(tmp_path / "copy", files.spec, files.tensors(), files, {"fingerprint": "abc"})
     copy = open_model(folder)
     assert copy.spec == files.spec and copy.spec.eos_token_ids == (2, 5, 11)
     assert copy.chat_template == files.chat_template and copy.tokenizer_files() == files.tokenizer_files()
-    assert copy.config["note"] == "kept" and copy.generation_config == {
+    assert copy.config["note"] == "kept" and "auto_map" not in copy.config and copy.generation_config == {
         "top_k": 3, "eos_token_id": [2, 5, 11], "bos_token_id": 1}  # fmt: skip
     assert json.loads((folder / "zerogap.json").read_text()) == {"fingerprint": "abc"}
 

@@ -143,6 +143,7 @@ def _other_files(
     carried = {} if files is None else files.config
     config = {**carried, **spec.to_hf(dtype)}
     config.pop("quantization_config", None)  # of the model this one came from
+    config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
     if quantised:
         weights = spec.weight_specs(PRESETS["fp32"])
         matrices = [name for name, weight in weights.items() if weight.kind in ("matrix", "heads")]

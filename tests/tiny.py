@@ -16,22 +16,6 @@ from zerogap.weights.random_model import random_tensors
 FAMILIES = ("llama", "qwen2", "qwen3")
 MOE_FAMILIES = ("qwen3_moe", "deepseek_v3")
 
-# config.json of Llama-3.1-8B, for what is said of a model without its weights.
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-}
-
 
 def tiny_spec(family: str = "llama", **changes: object) -> ModelSpec:
     """6 query heads over 2 key/value heads of 32, hidden 128, MLP 256 (2 leaves), vocabulary 500 (4 leaves of 128).

@@ -5,10 +5,11 @@ import math
 
 import pytest
 
-from tests.tiny import FAMILIES, LLAMA_8B, MOE_FAMILIES, tiny_spec
+from tests.tiny import FAMILIES, MOE_FAMILIES, tiny_spec
 from zerogap.errors import CheckpointError, ConfigError, ContractError
 from zerogap.models.decoder import Decoder
 from zerogap.models.inventory import inventory, kv_bytes, require_same_list
+from zerogap.models.published import PUBLISHED
 from zerogap.models.spec import ModelSpec
 from zerogap.numerics import preset
 
@@ -118,7 +119,7 @@ def test_bytes_are_those_of_codes_and_ragged_scales():
 
 def test_an_8b_model_by_hand():
     """Llama-3.1-8B: 6,979,321,856 of 8,030,261,248 parameters in linear layers; 32 layers x 2 x 8 heads of 128."""
-    spec = ModelSpec.from_hf(LLAMA_8B)
+    spec = ModelSpec.from_hf(PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"])
     forms = inventory(spec, preset("fp8-kv"))
     assert sum(f.size for f in forms) == 8_030_261_248
     assert sum(f.size for f in forms if f.quantised) == 6_979_321_856 == sum(f.code_bytes for f in forms)

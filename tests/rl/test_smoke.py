@@ -1,6 +1,7 @@
 """Smoke runs: any recipe shrinks to something that runs, what gives way is said, and a difference is not missed."""
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -11,8 +12,11 @@ from tests.tiny import tiny_spec
 from zerogap.cli import app
 from zerogap.config import load_config
 from zerogap.errors import ConfigError
+from zerogap.models.published import PUBLISHED
+from zerogap.models.spec import ModelSpec
+from zerogap.numerics import PRESETS
 from zerogap.rl.loop import Run
-from zerogap.rl.smoke import run_smoke, small_numerics, small_recipe, small_spec, small_trainable
+from zerogap.rl.smoke import run_smoke, small_moe, small_numerics, small_recipe, small_spec, small_trainable
 from zerogap.weights.random_model import write_random_model
 
 NAMES = [f"model.layers.{i}.{role}.weight" for i in range(2) for role in ("mlp.down_proj", "self_attn.q_proj")]
@@ -87,8 +91,32 @@ def test_what_is_trained_of_two_layers():
     assert notes == ["last:8 is last:1 here", "model.layers.29.* is last:1 here"]
 
 
-def test_an_unknown_family_is_a_llama():
+def test_an_unknown_family_is_a_llama_or_has_experts_where_the_recipe_speaks_of_them():
     assert (small_spec(None).family, small_spec(None).num_layers) == ("llama", 2)
+    assert small_spec(None, routed=True).moe.top_k < small_spec(None, routed=True).moe.num_experts
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct"])
+def test_experts_and_latents_shrink_by_the_models_own_rules(name):
+    own = ModelSpec.from_hf(PUBLISHED[name])
+    small = small_spec(own)
+    assert ModelSpec.from_hf(small.to_hf()) == small
+    for key in ("scoring", "normalise", "scaling"):
+        assert getattr(small.moe.routing, key) == getattr(own.moe.routing, key)
+    assert small.moe.num_experts > small.moe.top_k >= 2 and small.moe.routed_layers(small.num_layers)
+    assert bool(small.moe.shared_size) == bool(own.moe.shared_size) and small.moe.has_bias == own.moe.has_bias
+    assert bool(small.moe.dense_layers) == bool(own.moe.dense_layers)
+    assert (small.mla is None) == (own.mla is None)
+    if own.mla is not None:
+        assert (small.mla.sizes.nope, small.mla.sizes.rope) == (own.mla.sizes.nope, own.mla.sizes.rope)
+    count = sum(math.prod(weight.shape) for weight in small.weight_specs(PRESETS["bf16"]).values())
+    assert count < 4e6
+
+
+def test_groups_of_experts_stay_groups():
+    moe = ModelSpec.from_hf(PUBLISHED["moonshotai/Moonlight-16B-A3B-Instruct"]).moe
+    grouped = dataclasses.replace(moe, routing=dataclasses.replace(moe.routing, groups=8, top_groups=4))
+    assert small_moe(grouped).routing.groups == 4 and small_moe(grouped).routing.top_groups == 2
 
 
 RECIPE = "recipes/smollm2-largest-of-three.yaml"

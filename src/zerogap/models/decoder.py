@@ -16,7 +16,7 @@ from zerogap.models.blocks import BlockBuilder, make_weights
 from zerogap.models.cache import codec_of
 from zerogap.models.calibrate import calibration_pass
 from zerogap.models.spec import ModelSpec
-from zerogap.models.trainable import select_trainable
+from zerogap.models.trainable import input_gradients, select_trainable
 from zerogap.numerics import Numerics
 from zerogap.ops import backend
 from zerogap.ops.digest import digest
@@ -96,18 +96,9 @@ class Decoder:
         chosen = select_trainable(names, patterns, self.spec.num_layers)
         for name, handle in self.weights.items():
             handle.set_trainable(name in chosen)
-        first = min((self._depth(name) for name in chosen), default=self.spec.num_layers + 1)
-        for name, handle in self.weights.items():
-            if self._depth(name) >= first or handle is self.head:
-                handle.enable_input_grad()
+        for name in input_gradients(self.weights, chosen, self.spec.num_layers):
+            self.weights[name].enable_input_grad()
         return sorted(chosen)
-
-    def _depth(self, name: str) -> int:
-        """0 for the embedding, 1.. for layers, last for final norm and head."""
-        parts = name.split(".")
-        if parts[1] == "layers":
-            return 1 + int(parts[2])
-        return 0 if parts[1] == "embed_tokens" else self.spec.num_layers + 1
 
     def digests(self) -> dict[str, str]:
         """Digest of every published weight, of the RoPE buffer, and the name of the KV scale set, by name."""

@@ -1,7 +1,7 @@
-"""Which tensors of a model are trained: from a user's patterns to names."""
+"""Which tensors of a model are trained, from a user's patterns to names, and through which ones gradients flow."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from zerogap.errors import ConfigError
 
@@ -37,3 +37,20 @@ def select_trainable(names: Iterable[str], patterns: Sequence[str], num_layers: 
             )
         chosen |= hits
     return chosen
+
+
+def input_gradients(names: Iterable[str], trained: Collection[str], num_layers: int) -> list[str]:
+    """The tensors that gradients flow through, in the order of `names`: from the first trained layer up, and the head
+    whatever is trained."""
+    names = list(names)
+    first = min((depth(name, num_layers) for name in trained), default=num_layers + 1)
+    head = "lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight"
+    return [name for name in names if name == head or depth(name, num_layers) >= first]
+
+
+def depth(name: str, num_layers: int) -> int:
+    """0 for the embedding, 1.. for layers, num_layers + 1 for final norm and head."""
+    parts = name.split(".")
+    if parts[1] == "layers":
+        return 1 + int(parts[2])
+    return 0 if parts[1] == "embed_tokens" else num_layers + 1

@@ -15,10 +15,12 @@ from typing import Any
 
 from zerogap.config import RunConfig, contract_of, load_config
 from zerogap.errors import ConfigError
+from zerogap.models.moe_spec import MoESpec
 from zerogap.models.rope_spec import RopeSpec
 from zerogap.models.spec import ModelSpec
 from zerogap.models.trainable import select_trainable
 from zerogap.numerics import PRESETS, names_tensor
+from zerogap.ops.moe import Routing
 from zerogap.rl.loop import Run
 from zerogap.rl.observer import Observer
 from zerogap.text.byte_level import END, NUM_IDS, write_byte_tokenizer
@@ -99,10 +101,11 @@ def share_of_even_ids(completion_ids: list, **columns: Any) -> list[float]:
 def small_recipe(config: RunConfig, folder: Path) -> tuple[RunConfig, ModelSpec, list[str]]:
     """The shrunk recipe, whose model and output lie in `folder`; the model's spec; what had to give way."""
     own = spec_at_hand(config.model)
-    spec = small_spec(own)
+    routed = any(config.moe.model_dump().values())  # a recipe that says something of experts is for a model with them
+    spec = small_spec(own, routed)
     notes = [f"model: {config.model} stands aside for {LAYERS} random layers"]
     if own is None:
-        notes.append("model: its config is not on this machine, so its family is unknown; this is a Llama")
+        notes.append(f"model: its config is not on this machine, so its family is unknown; this is {spec.family}")
     notes.append(f"data: {config.data.train} stands aside for a few prompts of the built-in multiplication task")
     rewards = ", ".join(config.reward.functions)
     notes.append(f"reward: {rewards} stands aside for one that differs between random completions")
@@ -150,8 +153,14 @@ def _shrink_sizes(tree: dict[str, Any]) -> None:
     tree["checkpoint"]["every"] = min(tree["checkpoint"]["every"], 1)
 
 
-def small_spec(own: ModelSpec | None) -> ModelSpec:
-    """A model of two layers, of the recipe's own family and head size where they are known."""
+def small_spec(own: ModelSpec | None, routed: bool = False) -> ModelSpec:
+    """A model of two layers, of the recipe's own family and head size where they are known.
+
+    Experts become few and small, chosen by the model's own rule; of dense layers before routed ones one is left.
+
+    Args:
+        routed: where the family is unknown: it has experts.
+    """
     sizes: dict[str, Any] = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -164,10 +173,33 @@ def small_spec(own: ModelSpec | None) -> ModelSpec:
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    if own is not None:
-        return dataclasses.replace(own, **sizes)
-    features: dict[str, Any] = dict.fromkeys(("tied", "qkv_bias", "o_bias", "qk_norm"), False)
-    return ModelSpec(family="llama", head_dim=64, norm_eps=1e-5, rope=RopeSpec(10000.0), **features, **sizes)
+    if own is None:
+        features: dict[str, Any] = dict.fromkeys(("tied", "qkv_bias", "o_bias"), False) | {"qk_norm": routed}
+        if routed:
+            features["moe"] = MoESpec(Routing(8, 3), expert_size=128)
+        family = "qwen3_moe" if routed else "llama"
+        return ModelSpec(family=family, head_dim=64, norm_eps=1e-5, rope=RopeSpec(10000.0), **features, **sizes)
+    if own.moe is not None:
+        sizes["moe"] = small_moe(own.moe)
+    if own.mla is not None:
+        latent = dataclasses.replace(own.mla.sizes, num_heads=sizes["num_heads"], latent=256)
+        rank = None if own.mla.q_rank is None else 128
+        sizes |= {"num_kv_heads": sizes["num_heads"], "mla": dataclasses.replace(own.mla, sizes=latent, q_rank=rank)}
+    return dataclasses.replace(own, **sizes)
+
+
+def small_moe(own: MoESpec) -> MoESpec:
+    """8 experts of 128, up to 3 per token, by the same rule; shared experts and a dense first layer where there are."""
+    rule = own.routing
+    groups, top_groups = (4, 2) if rule.groups > 1 else (1, 1)
+    top_k = min(rule.top_k, 3)
+    return dataclasses.replace(
+        own,
+        routing=dataclasses.replace(rule, num_experts=8, top_k=top_k, groups=groups, top_groups=top_groups),
+        expert_size=128,
+        shared_size=256 if own.shared_size else 0,
+        dense_layers=(0,) if own.dense_layers else (),
+    )
 
 
 def small_numerics(asked: str | dict[str, Any], names: Sequence[str]) -> tuple[str | dict[str, Any], list[str]]:

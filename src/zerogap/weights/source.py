@@ -8,6 +8,7 @@ import huggingface_hub
 
 from zerogap import env
 from zerogap.errors import ConfigError
+from zerogap.models.published import PUBLISHED
 from zerogap.models.spec import ModelSpec
 from zerogap.weights.folder import TOKENIZER_FILES, FolderFiles
 from zerogap.weights.gguf_file import GgufFiles
@@ -45,8 +46,8 @@ def open_model(source: str | os.PathLike[str]) -> ModelFiles:
 
 
 def spec_at_hand(source: str | os.PathLike[str]) -> ModelSpec | None:
-    """What a model is, by what is on this machine: a folder, a .gguf file, or the cache of an earlier download; None
-    where that is nothing. No network is used.
+    """What a model is, by what is on this machine: a folder, a .gguf file, the cache of an earlier download, or what is
+    packaged of published models; None where that is nothing. No network is used.
 
     Raises:
         ConfigError, CheckpointError: there are files, and they are not those of a supported model.
@@ -63,7 +64,8 @@ def spec_at_hand(source: str | os.PathLike[str]) -> ModelSpec | None:
     if not _HUB_ID.fullmatch(hub_id):
         return None
     found = huggingface_hub.try_to_load_from_cache(hub_id, "config.json")
-    return ModelSpec.from_hf(read_json(Path(found))) if isinstance(found, str) else None
+    config = read_json(Path(found)) if isinstance(found, str) else PUBLISHED.get(hub_id)
+    return None if config is None else ModelSpec.from_hf(config)
 
 
 def download(hub_id: str, timeout_seconds: float = _HUB_TIMEOUT_SECONDS) -> Path:

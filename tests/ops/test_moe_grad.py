@@ -14,6 +14,7 @@ from tests.ops.moe_cases import BF16, FP32, ROUTINGS, Case, context
 from tests.ops.other_builds import rerun
 from tests.ops.test_gemm import Pair, on_both_ranks
 from zerogap.ops.cpu import library
+from zerogap.ops.cpu import moe as kernels
 from zerogap.ops.handle import WeightHandle
 from zerogap.ops.moe import MoEWeights, Routing, moe
 from zerogap.routing import RoutingRecord
@@ -259,6 +260,22 @@ def test_the_balance_loss_sees_one_sequence(name) -> None:
     plain = gradients(case.weights(True), case.routing, x, dy, [0, 60])
     assert_same_bits(dx(slice(0, 60), [0, 25, 60], 0.0), plain, "no balance loss")
     assert_different_bits(both, plain)
+
+
+def test_counts_are_complete_before_they_are_used() -> None:
+    """One sequence so long that counting its choices takes a while, on two threads; a race shows in every other try."""
+    routing = Routing(16, 8)
+    logits = unit_values((40000, 16), FP32, 1)
+    experts, weights, _ = kernels.route(logits, None, routing)
+    starts = torch.tensor([0, 40000], dtype=torch.int32)
+
+    def run(threads: int) -> torch.Tensor:
+        with library.use_threads(threads):
+            return kernels.route_grad(logits, experts, weights, routing, FP32, 1e4, starts)
+
+    alone = run(1)
+    for attempt in range(8):
+        assert_same_bits(run(2), alone, f"attempt {attempt}")
 
 
 def test_the_balance_loss_balances() -> None:

@@ -138,9 +138,12 @@ def test_activations_are_what_a_forward_pass_keeps(family, numerics, recompute, 
 
 
 def largest_block(spec, contract, names, tokens):
-    one = dataclasses.replace(spec, num_layers=1)
     sizes = []
     for layer in range(spec.num_layers):
+        one = dataclasses.replace(spec, num_layers=1)
+        if spec.moe is not None:  # the first layer of a model may be a dense one, this one need not be
+            dense = (0,) if layer in spec.moe.dense_layers else ()
+            one = dataclasses.replace(one, moe=dataclasses.replace(spec.moe, dense_layers=dense))
         ours = [n.replace(f"layers.{layer}.", "layers.0.") for n in names if f"layers.{layer}." in n]
         below = any(memory.layer_of(n) in range(layer) for n in names) or "model.embed_tokens.weight" in names
         inside = memory.activation_bytes(
@@ -298,7 +301,11 @@ def test_advice_names_the_fewest_devices_that_have_room():
     ("numerics", "trainable", "recompute"), [("bf16", "all", "false"), ("fp8-kv", "last:1", "true")]
 )
 def test_a_step_takes_what_was_planned(numerics, trainable, recompute):
-    """Resident memory of a process that does one step. malloc is told to give back what is freed at once."""
+    """Resident memory of a process that does one step. malloc is told to give back what is freed at once.
+
+    Blocks below its threshold (Python's own objects, graph nodes, small tensors) are not in the plan and not given back;
+    they do not grow with the model.
+    """
     config = config_of(numerics, f"trainable={trainable}", f"optimizer.activation_recompute={recompute}")
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.peak_memory", config.model_dump_json()],
@@ -307,4 +314,5 @@ def test_a_step_takes_what_was_planned(numerics, trainable, recompute):
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(256 * 1024)},
     )
     found = json.loads(done.stdout)
-    assert 0.85 * found["planned"] <= found["measured"] <= 1.02 * found["planned"], found
+    small = 8 * 2**20
+    assert 0.85 * found["planned"] <= found["measured"] <= 1.02 * found["planned"] + small, found

@@ -303,7 +303,7 @@ def test_advice_names_the_fewest_devices_that_have_room():
 def test_a_step_takes_what_was_planned(numerics, trainable, recompute):
     """Resident memory of a process that does one step. malloc is told to give back what is freed at once.
 
-    Blocks below its threshold (Python's own objects, graph nodes, small tensors) are not in the plan and not given back;
+    Blocks below its threshold (Python's objects, graph nodes, small tensors) are not in the plan and not given back;
     they do not grow with the model.
     """
     config = config_of(numerics, f"trainable={trainable}", f"optimizer.activation_recompute={recompute}")

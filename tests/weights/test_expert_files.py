@@ -8,13 +8,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from tests.bits import assert_same_bits
 from tests.models_on_disk import tiny_spec
+from zerogap.cli import app
 from zerogap.errors import CheckpointError, ConfigError
 from zerogap.models.decoder import Decoder
 from zerogap.models.spec import ModelSpec
-from zerogap.numerics import DType, preset
+from zerogap.numerics import DType, Numerics, preset
 from zerogap.ops import quant
 from zerogap.ops.latent import LatentSizes
 from zerogap.types import BlockCodes
@@ -193,6 +195,20 @@ def test_transformers_loads_the_fp8_values_that_we_do(tmp_path, family):
             value = ours.pop(name)
             assert_same_bits(parameter.to(value.dtype), value, name)
     assert not ours
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_the_export_command(tmp_path, family, weights):
+    """What it writes loads, under the contract that it names, with the digests that it names."""
+    model = write_random_model(tmp_path / "model", tiny_spec(family, hidden_size=144))
+    done = CliRunner().invoke(app, ["export", str(model), str(tmp_path / "out"), "--format", weights])
+    assert done.exit_code == 0, done.exception
+    files = open_model(tmp_path / "out")
+    assert isinstance(dict(files.tensors())[EXPERT], BlockCodes) == (weights == "fp8")
+    meta = json.loads((tmp_path / "out" / "zerogap.json").read_text())
+    contract = Numerics.from_fields(meta["numerics"])
+    assert Decoder(files.spec, contract, max_positions=64).load(files.tensors()).digests() == meta["digests"]
 
 
 # ------------------------------------------------------------------------------------------------ buffers

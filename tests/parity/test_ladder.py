@@ -5,6 +5,7 @@ import pytest
 from tests.tiny import FAMILIES, tiny_decoder
 from zerogap.errors import ConfigError
 from zerogap.ops.cpu import library
+from zerogap.verify.checks import Subject
 from zerogap.verify.faults import FAULTS, fault, planted
 from zerogap.verify.ladder import LADDER, climb, subject_for
 
@@ -22,7 +23,7 @@ def test_every_check_is_exact(family, numerics, threads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in FAULTS if n != "stale-scales"])
+@pytest.mark.parametrize("name", [n for n, f in FAULTS.items() if not f.lacks(tiny_decoder("qwen3"))])
 def test_a_planted_fault_turns_its_own_check_red_first(name):
     """And what follows is only what the fault says contains it."""
     subject = subject_for(tiny_decoder("qwen3"))
@@ -45,6 +46,27 @@ def test_an_unknown_fault_is_refused():
         fault("nothing")
 
 
-def test_a_fault_that_the_contract_cannot_have_is_refused():
-    with pytest.raises(ConfigError, match="calibrated"), planted(fault("stale-scales"), subject_for(tiny_decoder())):
+@pytest.mark.parametrize("length", range(17, 33, 5))
+def test_sequences_are_preempted_whatever_the_length_of_the_prompts(length):
+    """Check 6 counts its own preemptions: a length at which there were none would look like a difference."""
+    subject = Subject(tiny_decoder("llama"), [list(range(70)), list(range(3, 3 + length))])
+    (result,) = climb(subject, [6])
+    assert result.exact, result.first
+
+
+REFUSED = {
+    "stale-scales": "calibrated",
+    "expert-capacity": "routed experts",
+    "router-ties": "routed experts",
+    "stale-experts": "routed experts",
+    "raw-router-weights": "norm_topk_prob",
+    "stale-router-bias": "correction bias",
+    "latent-norm": "latent attention",
+    "latent-rope": "latent attention",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fault_that_model_or_contract_cannot_have_is_refused(name):
+    with pytest.raises(ConfigError, match=REFUSED[name]), planted(fault(name), subject_for(tiny_decoder())):
         pass

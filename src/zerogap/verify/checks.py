@@ -27,6 +27,10 @@ from zerogap.weights.save import NUMERICS_FILE
 
 NamedTensor = tuple[str, torch.Tensor | BlockCodes]
 
+# Training of a model with experts moves what a run would move: by the balance loss, and the biases of its routers.
+BALANCE_LOSS, ROUTER_BIAS_RATE = 0.01, 0.02
+TAILS = ((1,), (2, 3), (4, 5, 6))  # ends of check 6's prompts, whose beginning they share
+
 
 @dataclasses.dataclass
 class Tally:
@@ -56,6 +60,13 @@ class Tally:
         if ours != theirs:
             self.differing += 1
             self.first = self.first or f"{what}: {ours!r} against {theirs!r}"
+
+    def counts(self, what: str, compared: int, differing: int) -> None:
+        """Add what somebody else compared."""
+        self.compared += compared
+        self.differing += differing
+        if differing and not self.first:
+            self.first = f"{what}: {differing} of {compared}"
 
     def samples(self, what: str, ours: Sequence[Sample], theirs: Sequence[Sample]) -> None:
         """Compare token ids and log-prob bits of samples drawn twice."""
@@ -155,9 +166,9 @@ def decoding(subject: Subject, tally: Tally) -> None:
 
 def cache_states(subject: Subject, tally: Tally) -> None:
     """6: prefix hits, preemption and another page size equal a cold engine with room for everything."""
-    prompts = [[*subject.prompts[-1], *tail] for tail in ((1,), (2, 3), (4, 5, 6))]
-    params = SamplingParams(max_tokens=12, stop_token_ids=())
+    prompts = [[*subject.prompts[-1], *tail] for tail in TAILS]
     small, large = subject.page_sizes
+    params = SamplingParams(max_tokens=small + 1, stop_token_ids=())  # all but the last are stored: one more page each
     keys = [SamplingKey(seed=6, prompt=i) for i in range(len(prompts))]
 
     def drawn(times: int = 1, **settings: object) -> tuple[list[Sample], Engine]:
@@ -171,8 +182,7 @@ def cache_states(subject: Subject, tally: Tally) -> None:
     tally.samples("prefix hit", warm, cold)
     tally.values("the prefix cache was hit", engine.statistics.cache_hit_tokens > 0, True)
     tally.samples(f"page size {large}", drawn(prefix_cache=False, page_size=large)[0], cold)
-    longest = max(len(p) for p in prompts) + params.max_tokens
-    pages = 2 * -(-longest // small) - 1  # room for two prompts, but not for both completions
+    pages = sum(-(-len(p) // small) for p in prompts[:2]) + 1  # room for two prompts, but not for both completions
     budget = pages * small * subject.decoder.codec().bytes_per_token() * len(subject.decoder.blocks)
     tight, engine = drawn(prefix_cache=False, page_size=small, kv_cache_bytes=budget)
     tally.samples("preemption", tight, cold)
@@ -210,14 +220,20 @@ def direct(subject: Subject, tally: Tally) -> None:
 
 
 def _train(subject: Subject, tally: Tally, steps: int, seed: int) -> None:
-    """`steps` rounds of rollout, training on the drawn samples, and update, on the subject's own decoder."""
+    """`steps` rounds of rollout, training on the drawn samples, and update, on the subject's own decoder.
+
+    Of a model with experts, which ones the rollout chose for each token is compared, too.
+    """
+    moe = subject.decoder.spec.moe
     trainer = Trainer(
         subject.decoder,
         optimizer=OptimizerSettings(learning_rate=1e-3),
         trainable=subject.trainable,
         on_mismatch="warn",
+        balance_loss=BALANCE_LOSS if moe is not None else 0.0,
+        router_bias_rate=ROUTER_BIAS_RATE if moe is not None and moe.has_bias else 0.0,
     )
-    engine = Engine.for_trainer(trainer)
+    engine = Engine.for_trainer(trainer, record_routing=moe is not None)
     prompts = [list(p) for p in (subject.prompts[0], subject.prompts[1], subject.prompts[-1])]
     for step in range(steps):
         params = SamplingParams(temperature=0.8, max_tokens=10, stop_token_ids=())
@@ -228,9 +244,7 @@ def _train(subject: Subject, tally: Tally, steps: int, seed: int) -> None:
         result = trainer.forward_backward(TrainBatch(tuple(samples), advantages, masks), PolicyLoss())
         if not result.compared_tokens:
             raise ParityError("no token of the rollout carries the trainer's weight version")
-        tally.compared += result.compared_tokens
-        tally.differing += result.mismatched_tokens
-        if result.mismatched_tokens and not tally.first:
-            tally.first = f"step {step}: {result.mismatched_tokens} of {result.compared_tokens} log-probs"
+        tally.counts(f"step {step}: log-probs", result.compared_tokens, result.mismatched_tokens)
+        tally.counts(f"step {step}: tokens' experts", result.routing_compared, result.routing_mismatched)
         trainer.optim_step()
         engine.update_weights(trainer)

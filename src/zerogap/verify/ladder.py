@@ -67,7 +67,7 @@ def subject_for(decoder: Decoder, texts: Sequence[Sequence[int]] = (), seed: int
         texts: token ids of real text, cut to `max_length`; without a tokenizer there are none.
     """
     generator = np.random.default_rng(seed)
-    longest = min(max_length, decoder.max_positions - 16)
+    longest = min(max_length, decoder.max_positions - 20)  # room for what check 6 draws
     lengths = [n for n in (3, 64, 65, longest) if n <= longest]
     sequences: list[Sequence[int]] = [generator.integers(0, decoder.spec.vocab_size, n).tolist() for n in lengths]
     sequences += [list(t)[:longest] for t in texts if len(t) > 2]

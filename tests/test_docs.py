@@ -18,6 +18,7 @@ from zerogap.config import iter_fields
 from zerogap.rl import dictionary
 from zerogap.rl.data import Row
 from zerogap.rl.reward import RewardFunctions
+from zerogap.verify.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -221,3 +222,9 @@ def test_the_readme_s_python_runs(tmp_path):
     assert len(scope["samples"]) == 8
     assert scope["result"].compared_tokens == sum(len(s.completion_ids) for s in scope["samples"]) > 0
     assert scope["engine"].version == scope["trainer"].decoder.version == 1
+
+
+def test_every_fault_is_on_the_page_of_verify():
+    """With the check that it belongs to, in the table of `docs/verify-my-model.md`."""
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", TEXTS["docs/verify-my-model.md"], flags=re.MULTILINE)
+    assert {name: int(check) for name, check in rows} == {name: fault.check for name, fault in FAULTS.items()}

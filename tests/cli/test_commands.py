@@ -8,6 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from tests.parity.routed_models import deepseek, qwen
 from tests.tiny_runs import write_model
 from zerogap.cli import app, main
 from zerogap.cli.audit import parse_steps
@@ -16,6 +17,8 @@ from zerogap.cli.display import as_time
 from zerogap.cli.numerics_option import contract_from
 from zerogap.config import load_config
 from zerogap.errors import ConfigError, ParityError
+from zerogap.verify.ladder import LADDER
+from zerogap.weights.random_model import write_random_model
 
 COMMANDS = ("demo", "train", "audit", "verify", "inspect", "generate", "export")
 
@@ -113,6 +116,21 @@ def test_generate_takes_every_mode(tiny_model):
     totals = [total(numerics) for numerics in ("fp32", "bf16", "fp8", "fp8-kv", CALIBRATED)]
     assert len(set(totals)) == len(totals)
     assert total(CALIBRATED) == totals[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "numerics"), [(qwen(), "bf16"), (deepseek(96), "fp8-kv")])
+def test_verify_takes_models_with_experts_and_latent_attention(spec, numerics, tmp_path):
+    """From a folder without a tokenizer; a fault that the model cannot have is refused by name."""
+    folder = write_random_model(tmp_path / "model", spec, peak=2.0)
+    words = ["verify", str(folder), "--numerics", numerics]
+    done = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "facts.json")])
+    assert done.exit_code == 0, done.output
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["exact"] and [check["number"] for check in facts["checks"]] == list(LADDER)
+    refused = "stale-router-bias" if spec.mla is None else "stale-scales"
+    done = CliRunner().invoke(app, [*words, "--inject", refused])
+    assert isinstance(done.exception, ConfigError) and refused in str(done.exception)
 
 
 def test_verify_says_which_contract_was_exact(tiny_model, tmp_path):

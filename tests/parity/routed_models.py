@@ -25,14 +25,14 @@ TIED_TO = (0, 1, 0, 1, 0, 1, 6, 6, 8)  # of a tied router: whose row each expert
 
 
 def qwen(experts: int = 9, top_k: int = 3, **changes: object) -> ModelSpec:
-    """Three layers, the middle one dense; widths that are no multiples of a block of 128."""
+    """A routed layer, then a dense one; widths that are no multiples of a block of 128."""
     sizes = {"hidden_size": 160, "num_heads": 4, "num_kv_heads": 2, "head_dim": 48, "intermediate_size": 208}
     moe = MoESpec(Routing(experts, top_k), expert_size=48, dense_layers=(1,))
-    return tiny_spec("qwen3_moe", **{"num_layers": 3, "max_position": 256, "moe": moe, **sizes, **changes})
+    return tiny_spec("qwen3_moe", **{"max_position": 256, "moe": moe, **sizes, **changes})
 
 
 def deepseek(q_rank: int | None = None, *, yarn: bool = False, grouped: bool = True, **changes: object) -> ModelSpec:
-    """A dense layer, then routed ones with a shared one of two leaves; `yarn` turns halves, else neighbours."""
+    """A dense layer, then a routed one with a shared one of two leaves; `yarn` turns halves, else neighbours."""
     if yarn:
         changes["rope"] = RopeSpec(
             10000.0, "yarn", factor=8.0, original_max_position=32, mscale=1.0, mscale_all_dim=0.8
@@ -41,7 +41,7 @@ def deepseek(q_rank: int | None = None, *, yarn: bool = False, grouped: bool = T
     rule = Routing(8, 3, "sigmoid", scaling=2.5, groups=groups, top_groups=top_groups)
     moe = MoESpec(rule, expert_size=64, shared_size=256, dense_layers=(0,), has_bias=True)
     mla = LatentSpec(LatentSizes(8, 32, 32, 256, 32), q_rank, interleaved=not yarn)
-    return tiny_spec("deepseek_v3", **{"num_layers": 3, "max_position": 256, "mla": mla, "moe": moe, **changes})
+    return tiny_spec("deepseek_v3", **{"max_position": 256, "mla": mla, "moe": moe, **changes})
 
 
 def decoder_of(spec: ModelSpec, numerics: str = "bf16", router: str = "", seed: int = 1, **fields: object) -> Decoder:

@@ -248,7 +248,7 @@ def _weight_grads(
     assert kv_b.grad is not None and packs is not None, f"{kv_b.spec.name}: needs an open gradient bin and pack borders"
     heads = sizes.num_heads
     sums = kv_b.grad.view(heads, sizes.nope + sizes.value, sizes.latent)
-    by_head = [x.view(x.shape[0], heads, -1).transpose(0, 1) for x in (q, dq_abs, d_out, o_lat)]
+    by_head = [x.flatten(1).unflatten(1, (heads, -1)).transpose(0, 1) for x in (q, dq_abs, d_out, o_lat)]
     for head_sums, head_q, head_abs, head_out, head_lat in zip(sums, *by_head, strict=True):
         q_nope = head_q[:, : sizes.nope].contiguous()
         gemm.weight_grad(q_nope, head_abs.contiguous(), packs, head_sums[: sizes.nope])

@@ -27,8 +27,8 @@ from zerogap.weights.save import NUMERICS_FILE
 
 NamedTensor = tuple[str, torch.Tensor | BlockCodes]
 
-# Training of a model with experts moves what a run would move: by the balance loss, and the biases of its routers.
-BALANCE_LOSS, ROUTER_BIAS_RATE = 0.01, 0.02
+# Training of a model with experts moves all that a run can move; biases in steps so large that choices change at once.
+BALANCE_LOSS, ROUTER_BIAS_RATE = 0.01, 0.1
 TAILS = ((1,), (2, 3), (4, 5, 6))  # ends of check 6's prompts, whose beginning they share
 
 

@@ -102,13 +102,11 @@ def _first_block(rows: RowChooser) -> Layers:
 # ---------------------------------------------------------------------------------------------------- experts, latents
 
 
-def _last(decoder: Decoder, part: str, change: Callable) -> list[Block]:
-    """The last block whose part (`mlp`, `attention`) is of the kind that `change` takes, with that part changed."""
-    blocks = list(decoder.blocks)
-    kind = {"mlp": RoutedMLP, "attention": LatentAttention}[part]
+def _last(blocks: list[Block], part: str, kind: type, change: Callable) -> list[Block]:
+    """The blocks with `change` applied to the last part (`mlp`, `attention`) of that kind."""
     at = max(i for i, block in enumerate(blocks) if isinstance(getattr(block, part), kind))
-    blocks[at] = dataclasses.replace(blocks[at], **{part: change(getattr(blocks[at], part))})
-    return blocks
+    changed = dataclasses.replace(blocks[at], **{part: change(getattr(blocks[at], part))})
+    return [*blocks[:at], changed, *blocks[at + 1 :]]
 
 
 def _all_tied(mlp: RoutedMLP) -> FaultyExperts:
@@ -132,10 +130,17 @@ def _stale_experts(mlp: RoutedMLP) -> FaultyExperts:
     return FaultyExperts(mlp, with_weights(mlp, down=kept(mlp.weights.down)), of_engine)
 
 
-def _stale_bias(mlp: RoutedMLP) -> FaultyExperts:
-    bias = mlp.weights.bias
-    assert bias is not None
-    return FaultyExperts(mlp, with_weights(mlp, bias=loaded(bias, bias.value())), of_engine)
+def _stale_biases(decoder: Decoder) -> list[Block]:
+    """In all layers: a bias decides for few tokens."""
+
+    def stale(block: Block) -> Block:
+        if not isinstance(block.mlp, RoutedMLP) or block.mlp.weights.bias is None:
+            return block
+        old = loaded(block.mlp.weights.bias, block.mlp.weights.bias.value())
+        faulty = FaultyExperts(block.mlp, with_weights(block.mlp, bias=old), of_engine)
+        return dataclasses.replace(block, mlp=faulty)  # type: ignore[arg-type]
+
+    return [stale(block) for block in decoder.blocks]
 
 
 def _plain_norm(attention: LatentAttention) -> FaultyLatent:
@@ -198,11 +203,11 @@ def _seams(**replaced: Callable) -> Callable[[Subject], Subject]:
 
 
 def _experts(change: Callable[[RoutedMLP], FaultyExperts]) -> Layers:
-    return lambda decoder: _last(decoder, "mlp", change)
+    return lambda decoder: _last(decoder.blocks, "mlp", RoutedMLP, change)
 
 
 def _latents(change: Callable[[LatentAttention], FaultyLatent]) -> Layers:
-    return lambda decoder: _last(decoder, "attention", change)
+    return lambda decoder: _last(decoder.blocks, "attention", LatentAttention, change)
 
 
 FAULTS = {
@@ -293,9 +298,9 @@ FAULTS = {
         Fault(
             "stale-router-bias",
             8,
-            "after an update the engine still reads the old correction bias of one router (experts)",
+            "after an update the engine still reads its routers' old correction biases (experts)",
             (10,),
-            _experts(_stale_bias),
+            _stale_biases,
             lacks=_no_bias,
         ),
         Fault("log-shift", 10, "the log-prob logged for a token is its neighbour's", seams=_seams(logged=_shifted)),

@@ -47,6 +47,7 @@ PLANTS = [
     ("raw-maths", "models/decoder.py", "import torch\ny = torch.matmul(a, b)\n"),
     ("raw-maths", "layers/linear.py", "y = x @ w\n"),
     ("raw-maths", "rl/loss.py", "y = logits.log_softmax(-1)\n"),
+    ("raw-maths", "diagnose/shares.py", "import torch\ny = torch.matmul(a, b)\n"),
     ("raw-maths", "rl/loss.py", "y = f(x)[0].logsumexp(-1)\n"),
     ("raw-maths", "rl/loss.py", "from torch import einsum\ny = einsum('i,i', a, b)\n"),
     ("raw-maths", "rollout/sampler.py", "import numpy as np\ny = np.dot(a, b)\n"),

@@ -25,7 +25,6 @@ from zerogap.rl.report import read_lines
 from zerogap.rl.rollout_log import write_json
 from zerogap.text.byte_level import END, write_byte_tokenizer
 from zerogap.verify.audit import audit_run
-from zerogap.weights import open_model
 from zerogap.weights.random_model import write_random_model
 
 MODELS = {"qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B", "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B-Instruct"}
@@ -97,6 +96,13 @@ def measure(model: str, numerics: str, folder: Path) -> dict[str, Any]:
     return row | {"audit_seconds": time.perf_counter() - began - loaded - trained, "peak_gib": peak_gib()}
 
 
+def with_phases(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the mean seconds of each phase of its steps."""
+    phases = [key for key in row["steps"][0] if key.startswith("time/")]
+    mean = {key: sum(step[key] for step in row["steps"]) / len(row["steps"]) for key in phases}
+    return row | {f"{key.removeprefix('time/')} seconds": seconds for key, seconds in mean.items()}
+
+
 def main() -> None:
     options = record.parser(__doc__)
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -111,12 +117,13 @@ def main() -> None:
         for numerics in args.numerics:
             stored = args.output / f"{model}-{numerics}.json"
             if args.one:
-                return write_json(stored, measure(model, numerics, args.output))
+                write_json(stored, measure(model, numerics, args.output))
+                return
             if not stored.is_file():
                 command = [sys.executable, "-m", "benchmarks.real_width", "--one", "--output", str(args.output)]
                 subprocess.run([*command, "--models", model, "--numerics", numerics], check=True)
                 shutil.rmtree(args.output / f"{model}-{numerics}")
-            rows.append(json.loads(stored.read_text(encoding="utf-8")))
+            rows.append(with_phases(json.loads(stored.read_text(encoding="utf-8"))))
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "steps"}), flush=True)
     record.write("real_width", rows, layers=LAYERS)
 

@@ -112,13 +112,32 @@ def shown_number(value: object) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def flat(row: dict[str, object]) -> dict[str, object]:
+    """A row with a column for each entry of a mapping; series (lists of mappings) stay in the file."""
+    found: dict[str, object] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{key} {name}": entry for name, entry in value.items()}
+        elif not is_series(value):
+            found[key] = value
+    return found
+
+
+def is_series(value: object) -> bool:
+    return isinstance(value, list) and any(isinstance(entry, dict) for entry in value)
+
+
 def result_section(path: Path) -> str:
-    """One result file of a benchmark: its circumstances, then its rows as they were written; tables of figures beneath
-    them (a fact that is a mapping) stay in the file."""
+    """One result file of a benchmark: its circumstances, then its rows; tables of figures and series beneath them stay
+    in the file."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    rows = content.pop("rows")
+    rows = [flat(row) for row in content.pop("rows")]
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    plain = {key: value for key, value in content.items() if key != "benchmark" and not isinstance(value, dict)}
+    plain = {
+        key: value
+        for key, value in content.items()
+        if key != "benchmark" and not isinstance(value, dict) and not is_series(value)
+    }
     facts = ", ".join(f"{key} {shown_number(value)}" for key, value in plain.items())
     head = "| " + " | ".join(name.replace("_", " ") for name in columns) + " |"
     body = [

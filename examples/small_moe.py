@@ -115,7 +115,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--output", type=Path, default=Path("runs/small-moe"))
     options.add_argument("--family", choices=FAMILIES, default="qwen3_moe", help="qwen3: the same with a dense MLP")
-    options.add_argument("--skill", type=float, default=0.35, help="greedy accuracy at which teaching ends")
+    options.add_argument("--skill", type=float, default=0.5, help="greedy accuracy at which teaching ends")
     options.add_argument("--updates", type=int, default=2000, help="at most so many updates")
     options.add_argument("--every", type=int, default=20, help="updates between looks at the skill")
     options.add_argument("--learning-rate", type=float, default=2e-3)

@@ -12,7 +12,7 @@ memory. Backward makes the gradients of the input and of all weights: ours are a
 those of all packs of an update, and touch the chosen experts alone; transformers' are new BF16 tensors of all experts.
 `fp8_over_bf16` is a second run, our FP8 (forward and gradients) against our BF16 on the same tokens. A ratio is the
 median over rounds. To save memory, masters (which take no part) and bins are shared, a bin by every 16th expert: 16 of
-them exceed the caches. `--record` writes the result file.
+them exceed the caches. About 6 GB of memory. `--record` writes the result file.
 """
 
 import dataclasses

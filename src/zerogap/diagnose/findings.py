@@ -14,48 +14,14 @@ FORMAT, VERSION = "zerogap-diagnosis", 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Of d = logp_b - logp_a over the tokens that both sides count and recorded.
+class Share:
+    """A part of mean |d|.
 
     Attributes:
-        compared, different: tokens; those whose two log-probs differ in any bit.
-        mean, max, p99_9: of |d|, in nats; 0.0 where nothing was compared.
-        k3: mean of exp(d) - 1 - d: an estimate of KL(A || B) on tokens that were drawn from A.
-        worst_sequence: index of the sequence with the largest mean |d|, or None.
-        worst_mean: that mean.
-        distribution: (e, tokens with 2**e <= |d| < 2**(e+1)), e ascending; equal tokens are in none.
+        part: `definition`, `state`, `routing`, `numeric` or `remaining`.
+        share: what of the mean vanished when it was substituted; may be negative.
+        substituted: what was put for what, in words.
     """
-
-    compared: int = 0
-    different: int = 0
-    mean: float = 0.0
-    max: float = 0.0
-    p99_9: float = 0.0
-    k3: float = 0.0
-    worst_sequence: int | None = None
-    worst_mean: float = 0.0
-    distribution: tuple[tuple[int, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class WorstToken:
-    """A token with its two log-probs; diff = logp_b - logp_a. `text`: the token, empty where no tokenizer is known;
-    `before`: the text in front of it, as far as it is shown."""
-
-    sequence: int
-    position: int
-    id: int
-    logp_a: float
-    logp_b: float
-    diff: float
-    text: str = ""
-    before: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """A part of mean |d|: `part` is `definition`, `state`, `routing`, `numeric` or `remaining`, `share` what of the mean
-    vanished when it was substituted (may be negative), `substituted` what was put for what, in words."""
 
     part: str
     share: float
@@ -95,18 +61,19 @@ class Attributed:
 
 @dataclasses.dataclass(frozen=True)
 class Heat:
-    """How much of each boundary differs along the sequences.
+    """How much of each boundary differs along the sequences; cells are None where nothing was recorded.
 
     Attributes:
         nodes: boundaries that both sides recorded, in running order.
         positions: first token position of each column; a column reaches to the next.
-        differing: [node][column] share of elements (over all sequences' rows there) whose bits differ; None where
-            nothing was recorded.
+        differing: [node][column] share of rows (of all sequences, at these positions) in which any bit differs.
+        distance: [node][column] largest |x - y| of a row over its largest magnitude.
     """
 
     nodes: tuple[str, ...]
     positions: tuple[int, ...]
     differing: tuple[tuple[float | None, ...], ...]
+    distance: tuple[tuple[float | None, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +83,13 @@ class Report:
     Attributes:
         a_name, b_name: the sides, as their traces call themselves.
         verdict: the end of it; findings: every check in its order.
+        statistics: as `compare.statistics` gives them: `count`, `different`, `missing`, `mean`, `max`, `p999`, `k3`,
+            `worst_sequence`, `histogram`, ...
+        worst: as `compare.worst_tokens`: mappings with `sequence`, `position`, `id`, `a`, `b`, `d`, largest |d| first;
+            `text` (the token) and `before` (what stands in front of it) where a tokenizer is known.
         facts: (label, of A, of B): versions, layout, definition, in the words of the sides.
+        notes: what was set aside so that nothing harmless is blamed.
         shares: of mean |d|, by part; operators: inside the numeric part, largest first.
-        worst: tokens with the largest |d|, largest first.
         attributions: operators that were replayed, in running order.
         heat: None where the two sides have no boundary in common.
         seconds: how long the diagnosis took.
@@ -128,13 +99,14 @@ class Report:
     b_name: str
     verdict: Verdict
     findings: tuple[Finding, ...]
-    statistics: Statistics
+    statistics: Mapping[str, Any]
+    worst: tuple[Mapping[str, Any], ...] = ()
     facts: tuple[tuple[str, str, str], ...] = ()
     shares: tuple[Share, ...] = ()
     operators: tuple[OperatorShare, ...] = ()
-    worst: tuple[WorstToken, ...] = ()
     attributions: tuple[Attributed, ...] = ()
     heat: Heat | None = None
+    notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:

@@ -111,6 +111,10 @@ def _two():
     [
         (["--memory", "lots"], ["--memory", "24GB"]),
         (["--memory", "0GB"], ["--memory", "24GB"]),
+        (["--memory", "9" * 400 + "GB"], ["--memory", "24GB"]),
+        (["--layout", "tp=²"], ["--layout", "each a positive number"]),
+        (["moe.router_bias_rate=0.1"], ["moe.router_bias_rate", "no correction bias"]),
+        (["data.max_prompt_length=2000"], ["data.max_prompt_length", "1024 positions"]),
         (["--device", "abacus"], ["--device", "cpu", "h100-80gb"]),
         (["--layout", "ep=4,dp=4"], ["--layout", "6 experts"]),
         (["--numerics", "bf16"], ["--numerics", "numerics=..."]),
@@ -122,6 +126,14 @@ def test_what_is_refused(recipe, words, parts):
     with pytest.raises(ConfigError) as caught:
         inspected(recipe, *words)
     assert all(part in str(caught.value) for part in parts)
+
+
+def test_what_a_run_would_refuse_of_a_dense_model_is_refused(recipe):
+    """As `zerogap train` does, before anybody rents a machine for it."""
+    write_random_model(recipe.parent / "model", tiny_spec("llama"))
+    for setting in ("moe.record_routing=true", "moe.balance_loss=0.1"):
+        with pytest.raises(ConfigError, match=r"this llama model has no routed experts"):
+            inspected(recipe, setting)
 
 
 @pytest.mark.parametrize("words", [["--memory", "24GB"], ["--devices", "2"], ["--device", "h100-80gb"], ["a=1"]])

@@ -106,6 +106,7 @@ DEEPSEEK = MOONLIGHT | {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
 }
+LONGER = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 CONFIGS = {"qwen3-30b": QWEN, "moonlight": MOONLIGHT, "deepseek-v3": DEEPSEEK}
 
 
@@ -164,6 +165,9 @@ def test_a_missing_key_is_refused_by_name(config, key):
     [
         (QWEN, {"num_local_experts": 64}, "num_experts"),
         (QWEN, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        (QWEN, {"layer_types": 5}, "layer_types"),
+        (QWEN, {"model_type": ["qwen3_moe"]}, "model_type"),
+        (QWEN, {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LONGER}, "rope_scaling"),
         (QWEN, {"norm_topk_prob": None}, "norm_topk_prob"),
         (QWEN, {"mlp_only_layers": 3}, "mlp_only_layers"),
         (QWEN, {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
@@ -198,6 +202,14 @@ def test_an_unsupported_value_is_refused_by_name_and_value(config, change, key):
         ModelSpec.from_hf({**config, **change})
     value = {**config, **change}.get(key)
     assert value is None or str(value) in str(error.value)
+
+
+def test_sizes_that_a_record_or_a_config_cannot_hold():
+    """A record holds expert numbers in 16 bits; config.json counts shared experts."""
+    with pytest.raises(ConfigError, match=r"num_experts = 32769: choose 1 to 32768"):
+        ModelSpec.from_hf(QWEN | {"num_experts": 32769})
+    with pytest.raises(ConfigError, match=r"moe\.shared_size = 2817: choose a multiple of expert_size \(1408\)"):
+        dataclasses.replace(ModelSpec.from_hf(MOONLIGHT).moe, shared_size=2817)
 
 
 def test_spellings_that_mean_the_same():

@@ -1,6 +1,7 @@
 """Runs of a mixture-of-experts model: what is recorded, logged, trained and audited, and what is refused."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from tests.bits import assert_same_bits
 from tests.models_on_disk import tiny_spec
 from tests.tiny_runs import VOCAB, lines, recipe, train, without_times
-from zerogap.errors import ConfigError
+from zerogap.errors import CheckpointError, ConfigError
 from zerogap.models.moe_spec import MoESpec
 from zerogap.ops.moe import Routing
 from zerogap.rl.dictionary import find
@@ -94,6 +95,92 @@ def test_a_changed_trace_is_red_in_the_audit(finished, name):
         path.write_bytes(kept)
     assert (step.trainer, step.engine, step.redrawn, step.experts) == (0, 0, 0, 2)
     assert step.first.startswith("experts, trainer: sample 11, token ")
+
+
+def erase(arrays, rows):
+    arrays["routing_experts"][rows] = -1
+
+
+def cut(arrays, name, change):
+    arrays[name] = np.ascontiguousarray(change(arrays[name]))
+
+
+@pytest.fixture
+def changed(finished):
+    """Changes step 2's files until the test is over: its arrays and the facts of its samples."""
+    path = finished.folder.rollouts / "step-2.safetensors"
+    kept = {file: file.read_bytes() for file in (path, path.with_suffix(".json"))}
+
+    def change(arrays=None, facts=None):
+        if arrays is not None:
+            values = load_file(path)
+            arrays(values)
+            save_file(values, path)
+        if facts is not None:
+            content = json.loads(path.with_suffix(".json").read_text())
+            facts(content["samples"])
+            path.with_suffix(".json").write_text(json.dumps(content))
+
+    yield change
+    for file, content in kept.items():
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("first", [-1, -5, 0])
+def test_an_erased_trace_is_red_in_the_audit(finished, changed, first):
+    """The last token of the last sample, its five last, or all of all samples: none may have come from a cache."""
+    changed(lambda arrays: erase(arrays, slice(first, None)))
+    (step,) = audit_run(finished.folder.path, [2]).steps
+    samples = read_rollout(finished.folder.rollouts, 2).samples
+    after = sum(s.num_tokens - len(s.prompt_ids) for s in samples)  # beginnings of prompts may be prefix hits
+    assert step.experts == (-first or after) and step.first.startswith("experts, record: sample ")
+
+
+def test_a_trace_that_is_said_not_to_exist_is_red_in_the_audit(finished, changed):
+    """The run's own metrics say that experts were compared."""
+
+    def forget(samples):
+        for sample in samples:
+            sample["routing"] = False
+
+    changed(facts=forget)
+    result = audit_run(finished.folder.path, [2])
+    assert result.steps[0].routed == 0 < result.steps[0].experts and not result.exact
+
+
+def test_prefix_hits_are_no_missing_traces(finished, changed):
+    """What a hit leaves: a beginning of a prompt without a record."""
+    changed(lambda arrays: erase(arrays, slice(0, 5)))
+    result = audit_run(finished.folder.path, [2])
+    assert result.exact and result.steps[0].experts == 0
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_trace_of_other_sizes_is_red_in_the_audit(finished, changed, axis):
+    def widen(arrays):
+        cut(arrays, "routing_experts", lambda a: np.concatenate([a, a], axis))
+        if axis == 1:
+            cut(arrays, "routing_margins", lambda a: np.concatenate([a, a], axis))
+
+    changed(widen)
+    (step,) = audit_run(finished.folder.path, [2]).steps
+    assert step.experts == 2 * step.routed > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("routing_margins", lambda a: a.astype(np.float64)),
+        ("routing_margins", lambda a: a[:, :1]),
+        ("routing_experts", lambda a: a.astype(np.float32)),
+        ("routing_experts", lambda a: a[:, 0, 0]),
+        ("routing_experts", lambda a: a[:, :, :0]),
+    ],
+)
+def test_arrays_that_are_no_trace_are_refused(finished, changed, name, change):
+    changed(lambda arrays: cut(arrays, name, change))
+    with pytest.raises(CheckpointError, match=r"step-2\.json: not a whole rollout .* are no record of routing"):
+        read_rollout(finished.folder.rollouts, 2)
 
 
 def test_recording_changes_no_bit(base, finished):

@@ -82,7 +82,7 @@ def print_result(console: Console, run: Path, result: AuditResult) -> None:
             console.print(f"[red]{where}: {len(weights.changed)} digests differ[/]: {names}", highlight=False)
         else:
             console.print(f"{where}: {weights.tensors} digests equal", highlight=False)
-    routed = any(done.routed for done in result.steps)
+    routed = any(done.routed or done.experts for done in result.steps)
     columns = ("trainer", "engine", "redrawn", *(("experts",) if routed else ()))
     table = Table("step", "version", "tokens", *columns, "", title=f"Audit of {run}: differing log-probs")
     for done in result.steps:

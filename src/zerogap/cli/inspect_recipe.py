@@ -45,16 +45,18 @@ def recipe_spec(config: RunConfig) -> ModelSpec:
     """The recipe's model, by what is on this machine or packaged.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or a run would refuse the recipe for it.
     """
     from zerogap.errors import ConfigError
     from zerogap.models.published import PUBLISHED
+    from zerogap.rl.setup import check_model
     from zerogap.weights.source import spec_at_hand
 
     spec = spec_at_hand(config.model)
     if spec is None:
         known = ", ".join(PUBLISHED)
         raise ConfigError("model", config.model, f"give a folder with its config.json; known without one are {known}")
+    check_model(config, spec)
     return spec
 
 

@@ -52,7 +52,7 @@ def reserved(device: str) -> int:
 def parse_size(text: str) -> int:
     """Bytes of `24GB` (10^9 each), `24GiB` (2^30 each)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b)", text.strip().lower())
-    if found is None or float(found[1]) <= 0:
+    if found is None or not 0 < float(found[1]) < float("inf"):
         raise ConfigError("--memory", text, "write a size such as 24GB or 22.5GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 

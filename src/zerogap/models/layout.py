@@ -41,7 +41,7 @@ class Layout:
             key, equals, number = word.partition("=")
             if not word:
                 continue
-            if key not in ("tp", "ep", "dp") or not equals or not number.isdigit() or int(number) < 1 or key in sizes:
+            if key not in ("tp", "ep", "dp") or not equals or not number.isdecimal() or int(number) < 1 or key in sizes:
                 raise ConfigError("--layout", text, "write it as tp=1,ep=8,dp=8, each a positive number, once")
             sizes[key] = int(number)
         tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)

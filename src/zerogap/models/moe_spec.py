@@ -34,6 +34,11 @@ class MoESpec:
     dense_layers: tuple[int, ...] = ()
     has_bias: bool = False
 
+    def __post_init__(self) -> None:
+        if self.shared_size % self.expert_size:
+            mend = f"choose a multiple of expert_size ({self.expert_size}): config.json counts shared experts"
+            raise ConfigError("moe.shared_size", self.shared_size, mend)
+
     @property
     def num_experts(self) -> int:
         return self.routing.num_experts

@@ -19,7 +19,10 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
         window is not None and "use_sliding_window" not in config
     ):
         raise ConfigError("config.sliding_window", window, "sliding-window attention is not computed")
-    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list | tuple):
+        raise ConfigError("config.layer_types", layers, "give a list with a kind per layer, or leave it out")
+    kinds = sorted({str(kind) for kind in layers} - {"full_attention"})
     if kinds:
         raise ConfigError("config.layer_types", kinds, "only full_attention layers are computed")
     _refuse_other_quantisation(config.get("quantization_config"))

@@ -50,6 +50,7 @@ class RopeSpec:
         Raises:
             ConfigError: no base, a kind that is not computed, or a number that the kind needs is missing or odd.
         """
+        both = config.get("rope_parameters") is not None and config.get("rope_scaling") is not None
         where = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
         table = config.get(where) or {}
         if not isinstance(table, Mapping):
@@ -63,9 +64,12 @@ class RopeSpec:
             raise ConfigError(f"config.{where}.rope_type", kind, f"only {', '.join(KINDS)} are computed")
         if number(f"{where}.partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0:
             raise ConfigError(f"config.{where}.partial_rotary_factor", table["partial_rotary_factor"], "only 1.0 works")
-        if kind == "default":
-            return cls(theta)
-        return _llama3(theta, table, where) if kind == "llama3" else _yarn(theta, table, where)
+        read = {"llama3": _llama3, "yarn": _yarn}
+        spec = read[kind](theta, table, where) if kind in read else cls(theta)
+        if both and cls.from_hf({"rope_theta": theta, "rope_scaling": config["rope_scaling"]}) != spec:
+            mend = "rope_parameters says something else; remove one of them"
+            raise ConfigError("config.rope_scaling", config["rope_scaling"], mend)
+        return spec
 
     @property
     def score_factor(self) -> float:

@@ -87,7 +87,7 @@ class ModelSpec:
             ConfigError: a needed key is missing, or asks for something that the decoder does not compute.
         """
         family = config.get("model_type", MISSING)
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ConfigError("config.model_type", family, f"supported are {', '.join(FAMILIES)}")
         refuse_unsupported(config)
         hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")

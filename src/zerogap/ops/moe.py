@@ -39,6 +39,7 @@ from zerogap.ops.stack import PanelStack
 from zerogap.types import LOCAL, Exchange, ForwardContext
 
 SCORINGS = ("softmax", "sigmoid")
+MOST_EXPERTS = 2**15  # indices of int16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Routing:
         def refuse(key: str, mend: str) -> None:
             raise ConfigError(f"routing.{key}", getattr(self, key), mend)
 
-        if self.num_experts < 1:
-            refuse("num_experts", "choose at least 1")
+        if not 1 <= self.num_experts <= MOST_EXPERTS:
+            refuse("num_experts", f"choose 1 to {MOST_EXPERTS}: a record of routing holds their numbers in 16 bits")
         if self.scoring not in SCORINGS:
             refuse("scoring", f"choose {' or '.join(SCORINGS)}")
         if not 0.0 < self.scaling < float("inf"):

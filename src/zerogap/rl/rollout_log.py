@@ -132,7 +132,12 @@ def _traces(records: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]) ->
     if not recorded.any():
         return [None] * len(records)
     lengths = (arrays["prompt_lengths"] + arrays["completion_lengths"] - 1)[recorded]
-    experts, margins = (iter(_split(arrays[f"routing_{name}"], lengths)) for name in ("experts", "margins"))
+    experts, margins = arrays["routing_experts"], arrays["routing_margins"]
+    whole = experts.dtype in (np.int8, np.int16) and margins.dtype == np.float32
+    if not whole or experts.ndim != 3 or 0 in experts.shape[1:] or experts.shape[:2] != margins.shape:
+        shapes = f"{experts.dtype} {experts.shape} with margins {margins.dtype} {margins.shape}"
+        raise ValueError(f"{shapes} are no record of routing")
+    experts, margins = iter(_split(experts, lengths)), iter(_split(margins, lengths))
     return [RoutingTrace(next(experts).astype(np.int16), next(margins)) if has else None for has in recorded]
 
 

@@ -63,22 +63,22 @@ def load_decoder(config: RunConfig, files: ModelFiles) -> Decoder:
     """The model under the recipe's contract, with room for its longest sequence.
 
     Raises:
-        ConfigError: prompt and completion together are longer than the model's positions.
+        ConfigError: see `check_model`.
     """
-    if positions(config) > files.spec.max_position:
-        raise ConfigError(
-            "data.max_prompt_length",
-            config.data.max_prompt_length,
-            f"with rollout.max_completion_length ({config.rollout.max_completion_length}) it exceeds the model's "
-            f"{files.spec.max_position} positions: lower one of them",
-        )
-    _check_routing(config, files.spec)
+    check_model(config, files.spec)
     decoder = Decoder(files.spec, config.contract(), max_positions=positions(config))
     return decoder.load(files.tensors())
 
 
-def _check_routing(config: RunConfig, spec: ModelSpec) -> None:
-    """Raise `ConfigError` for a setting of the `moe` section that this model cannot honour."""
+def check_model(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise `ConfigError` for what this model cannot honour: a length beyond its positions, a setting of `moe`."""
+    if positions(config) > spec.max_position:
+        raise ConfigError(
+            "data.max_prompt_length",
+            config.data.max_prompt_length,
+            f"with rollout.max_completion_length ({config.rollout.max_completion_length}) it exceeds the model's "
+            f"{spec.max_position} positions: lower one of them",
+        )
     if spec.moe is None:
         for key, value in config.moe.model_dump().items():
             if value:

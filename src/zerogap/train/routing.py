@@ -25,6 +25,7 @@ from zerogap.routing import RoutingRecord, RoutingTrace
 from zerogap.train.packing import MicroBatch
 from zerogap.types import Sample
 
+DIFFERENT_EXPERTS = "moe/different_experts"  # logged only where recorded experts were compared
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 
 
@@ -195,7 +196,7 @@ class RoutingLedger:
             metrics["moe/margin_min"] = float(margins.min())
             metrics["moe/margin_p01"] = float(np.partition(margins, margins.size // 100)[margins.size // 100])
         if self.compared:
-            metrics["moe/different_experts"] = self.mismatched / self.compared
+            metrics[DIFFERENT_EXPERTS] = self.mismatched / self.compared
         lowest = metrics.get("moe/margin_min", math.inf)
         return RoutingResult(self.compared, self.mismatched, lowest, metrics)
 

@@ -8,7 +8,7 @@ samples are computed along three paths and compared as bits with what the rollou
 - *redrawn*: the samples drawn again with their keys, tokens and log-probs alike, in reverse order.
 
 Where the run recorded which experts its tokens went to, the trainer's and the redrawn samples' choices, and the margins
-of these choices, are held against the record, too.
+of these choices, are held against the record, too; a token that must have a record and has none counts as different.
 
 Page size, number of threads, batch composition and prefix cache differ from the run's on purpose: a result that
 depended on one of them would differ. A wrong weight does not stop the audit: what it changes is counted, too.
@@ -36,6 +36,7 @@ from zerogap.rl.run_folder import FACTS, RunFolder
 from zerogap.rollout.engine import Engine
 from zerogap.routing import RoutingTrace
 from zerogap.text import Tokenizer
+from zerogap.train.routing import DIFFERENT_EXPERTS
 from zerogap.train.trainer import Trainer
 from zerogap.types import Sample
 from zerogap.weights import open_model
@@ -73,7 +74,8 @@ class StepAudit:
 
     Attributes:
         routed: prompt and completion tokens whose recorded experts were compared, along the trainer's path.
-        experts: tokens with other experts or margins, the trainer's and the redrawn ones together.
+        experts: tokens with other experts or margins, the trainer's and the redrawn ones together, and tokens whose
+            record is missing.
     """
 
     step: int
@@ -218,11 +220,20 @@ def _audit_version(
     tokenizer = Tokenizer.from_files(files.tokenizer_files(), files.chat_template)
     trainer = setup.scoring_trainer(decoder, config.contract().pack_tokens)
     engine = _other_engine(config, decoder, tokenizer, page_size)
+    with_experts = _steps_with_experts(folder)
     for step in steps:
         samples = read_rollout(folder.rollouts, step).samples
         _check_identity(decoder, samples, step, result)
         _check_scales(decoder, samples, step)
-        yield _audit_step(step, version, samples, trainer, engine)
+        yield _audit_step(step, version, samples, trainer, engine, step in with_experts)
+
+
+def _steps_with_experts(folder: RunFolder) -> set[int]:
+    """Steps at which the run itself compared recorded experts."""
+    path = folder.path / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    whole = [line for line in lines if DIFFERENT_EXPERTS in line and line.endswith("}")]  # a killed run tears its last
+    return {json.loads(line)["step"] for line in whole}
 
 
 def _other_engine(config: RunConfig, decoder: Decoder, tokenizer: Tokenizer, page_size: int) -> Engine:
@@ -260,9 +271,12 @@ def _check_scales(decoder: Decoder, samples: Sequence[Sample], step: int) -> Non
         raise ContractError(f"step {step} was drawn with KV scale set {min(wrong)}, its weights carry {ours}")
 
 
-def _audit_step(step: int, version: int, samples: Sequence[Sample], trainer: Trainer, engine: Engine) -> StepAudit:
+def _audit_step(
+    step: int, version: int, samples: Sequence[Sample], trainer: Trainer, engine: Engine, with_experts: bool
+) -> StepAudit:
     """Compare one step along the three paths."""
     reverse = [s for s in samples if len(s.completion_ids)][::-1]
+    with_experts |= any(s.routing is not None for s in samples)
     logprobs, traces = trainer.logprobs_and_routing(reverse)
     drawn = _draw(engine, reverse)
     found = {
@@ -275,6 +289,7 @@ def _audit_step(step: int, version: int, samples: Sequence[Sample], trainer: Tra
         (name, [_other_experts(s.routing, t) for s, t in zip(reverse, theirs, strict=True)])
         for name, theirs in (("trainer", traces), ("redrawn", [d.routing for d in drawn]))
     ]
+    routed += [("record", [_unrecorded(s) for s in reverse])] if with_experts else []
     first = ""
     places = [*((f"{name}: ", "completion token", d) for name, d in found.items())]
     for prefix, word, differs in [*places, *((f"experts, {name}: ", "token", d) for name, d in routed)]:
@@ -297,7 +312,19 @@ def _other_experts(logged: RoutingTrace | None, found: RoutingTrace | None) -> n
     if logged is None or found is None:
         return np.zeros(0, bool)
     tokens = min(len(logged.experts), len(found.experts))
+    if logged.experts.shape[1:] != found.experts.shape[1:]:
+        return np.ones(tokens, bool)
     return logged.first(tokens).different(found.first(tokens), margins=True)
+
+
+def _unrecorded(sample: Sample) -> np.ndarray:
+    """bool [N - 1]: tokens that must have a record and have none. Keys and values of a beginning of the prompt may have
+    come from the prefix cache; what follows was computed."""
+    count, prompt = sample.num_tokens - 1, len(sample.prompt_ids) - 1
+    missing = np.ones(count, bool) if sample.routing is None else ~sample.routing.recorded
+    cached = next((i for i in range(prompt) if not missing[i]), prompt)
+    missing[:cached] = False
+    return missing
 
 
 def _differs(sample: Sample, logprobs: np.ndarray) -> np.ndarray:

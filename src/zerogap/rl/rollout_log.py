@@ -137,8 +137,9 @@ def _traces(records: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]) ->
     if not whole or experts.ndim != 3 or 0 in experts.shape[1:] or experts.shape[:2] != margins.shape:
         shapes = f"{experts.dtype} {experts.shape} with margins {margins.dtype} {margins.shape}"
         raise ValueError(f"{shapes} are no record of routing")
-    experts, margins = iter(_split(experts, lengths)), iter(_split(margins, lengths))
-    return [RoutingTrace(next(experts).astype(np.int16), next(margins)) if has else None for has in recorded]
+    parts = zip(_split(experts, lengths), _split(margins, lengths), strict=True)
+    traces = iter([RoutingTrace(part.astype(np.int16), margin) for part, margin in parts])
+    return [next(traces) if has else None for has in recorded]
 
 
 def _joined(parts: Sequence[Any], dtype: type) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Differences that are harmless: none may be blamed."""

@@ -1,0 +1,1 @@
+"""Log-probs that mean something else, and sequences that are not the same."""

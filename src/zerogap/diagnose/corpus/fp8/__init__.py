@@ -1,0 +1,1 @@
+"""FP8 operands, scales and caches."""

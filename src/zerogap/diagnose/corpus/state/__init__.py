@@ -1,0 +1,1 @@
+"""Weights and buffers that are not what they should be."""

@@ -1,11 +1,12 @@
 """The diagnoser's own test: every planted fault is diagnosed, and verdicts are scored against what was planted.
 
 A fault counts as right only if subject *and* field are right. Precision is right verdicts among those that name a
-subject and a field; recall is right verdicts among all faults, so that `unattributed` is a miss. Clean controls must end
-without a cause; one that is blamed counts against precision too.
+subject and a field; recall is right verdicts among all faults, so that `unattributed` is a miss. Clean controls must
+end without a cause; one that is blamed counts against precision too.
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import sys
@@ -19,6 +20,7 @@ from zerogap.diagnose.verdict import SUBJECTS, UNATTRIBUTED
 from zerogap.errors import ConfigError
 
 CLEAN = "clean"
+_BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 CORPUS = Path(__file__).parent / "corpus"
 _PARTS = ("operators", "definition", "state", "routing", "fp8", "paths", "controls")
 
@@ -241,7 +243,7 @@ def _case(file: FaultFile, workshop: Any) -> Case:
     a, b = file.module.sides(workshop)
     try:
         verdict = diagnose(a, b).verdict
-    except Exception as error:  # whatever the tool's bug is, the other faults are still scored
+    except _BUGS as error:  # whatever the tool's bug is, the other faults are still scored
         said, check, detail = "error", "", f"{type(error).__name__}: {error}"
     else:
         check = verdict.check

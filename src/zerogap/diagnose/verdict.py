@@ -16,7 +16,7 @@ FRAMEWORK: Mapping[str, tuple[str, ...]] = {
     "ids": ("template", "tokens", "special_tokens"),
     "definition": ("temperature", "kept_set", "processed", "shift", "eos", "wrong_token", "unit"),
     "weights": ("missing", "stale", "transposed", "permuted", "swapped", "tied", "quantised", "dtype", "scaled"),
-    "buffers": ("missing", "stale"),
+    "buffers": ("missing", "stale", "dtype"),
     "cache": ("stale_weights", "wrong_prefix", "positions", "scales"),
     "rerun": ("nondeterministic",),
     "neighbours": ("batch_size", "row", "content", "padding"),

@@ -113,7 +113,9 @@ def products(x: torch.Tensor, weight: torch.Tensor, order: Iterable[int]) -> Ite
         yield flat[:, k, None] * w[None, :, k]
 
 
-def chain_linear(x: torch.Tensor, weight: torch.Tensor, *, descending: bool = False, fused: bool = False) -> torch.Tensor:
+def chain_linear(
+    x: torch.Tensor, weight: torch.Tensor, *, descending: bool = False, fused: bool = False
+) -> torch.Tensor:
     """One FP32 accumulator per output over k, by multiply and add, or by `fma`; rounded once to x's dtype."""
     keys = range(x.shape[-1] - 1, -1, -1) if descending else range(x.shape[-1])
     if not fused:
@@ -133,9 +135,7 @@ def lane_linear(x: torch.Tensor, weight: torch.Tensor, lanes: int) -> torch.Tens
     return halving(torch.stack(each, -1)).to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def split_linear(
-    x: torch.Tensor, weight: torch.Tensor, parts: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def split_linear(x: torch.Tensor, weight: torch.Tensor, parts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Split-K: K in equal parts, each a library product of FP32 numbers stored as `dtype`, added ascending."""
     pieces = zip(x.float().chunk(parts, -1), weight.float().chunk(parts, -1), strict=True)
     return chain((torch.nn.functional.linear(a, b) for a, b in pieces), dtype).to(x.dtype)

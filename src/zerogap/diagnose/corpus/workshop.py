@@ -192,7 +192,9 @@ class Workshop:
         """A transformers model of its own: eager attention, BF16 or FP32."""
         return copy.deepcopy(self._reference(family, dtype, **changes))
 
-    def decoder(self, family: str = "llama", numerics: str = "bf16", *, contract: Any = None, **changes: object) -> Decoder:
+    def decoder(
+        self, family: str = "llama", numerics: str = "bf16", *, contract: Any = None, **changes: object
+    ) -> Decoder:
         """A zerogap decoder of its own over the same weights. `contract`: fields of the numerics to change."""
         dtype = "float32" if numerics == "fp32" else "bfloat16"
         files = open_model(self.folder(family, dtype, **changes))
@@ -260,7 +262,7 @@ class Workshop:
         known = self.sequences() if sequences is None else sequences
         return ZerogapSide(
             decoder,
-            [s.ids for s in known],
+            [s.ids for s in known],  # type: ignore[misc]
             prompt_lengths=[s.prompt_length for s in known],
             name=name,
             definition=definition,
@@ -288,5 +290,5 @@ class Workshop:
         for model, wanted in ((a, other), (b, change)):
             if wanted is not None:
                 wanted(model)
-        sequences = self.sequences(family, dtype, **(facts or {}))
+        sequences = self.sequences(family, dtype, kept=None, **(facts or {}))
         return self.torch_side(a, sequences, name="trainer"), self.torch_side(b, sequences, name="rollout", **options)

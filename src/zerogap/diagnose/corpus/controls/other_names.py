@@ -1,4 +1,4 @@
-"""Boundaries of one side stand under the names of a wrapped module (FSDP, compiled), and some under none that is known."""
+"""Boundaries of one side stand under the names of a wrapped module (FSDP, compiled), some under names unknown."""
 
 import dataclasses
 

@@ -13,6 +13,9 @@ EXPECTED = "clean"
 def sides(workshop: Workshop) -> Sides:
     a, b = workshop.pair()
     first = b.trace.recorded
-    changed = {"0.gate_proj": first.boundaries["0.gate_proj"] * 1.01, "0.activation": first.boundaries["0.activation"] + 1}
+    changed = {
+        "0.gate_proj": first.boundaries["0.gate_proj"] * 1.01,
+        "0.activation": first.boundaries["0.activation"] + 1,
+    }
     warm = dataclasses.replace(first, boundaries={**first.boundaries, **changed})
     return a, retold(b, passes=(warm,))

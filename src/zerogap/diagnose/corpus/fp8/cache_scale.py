@@ -12,11 +12,11 @@ from zerogap.diagnose.corpus.workshop import Sides, Workshop, attend
 EXPECTED = "attention/scale"
 
 
-def unscaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def unscaled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
     return eager(q, e4m3(k).to(k.dtype), e4m3(v).to(v.dtype), mask, scale)
 
 
 def sides(workshop: Workshop) -> Sides:
-    return workshop.pair(
-        lambda model: attend(model, "unscaled", unscaled), lambda model: attend(model, "coded", coded)
-    )
+    return workshop.pair(lambda model: attend(model, "unscaled", unscaled), lambda model: attend(model, "coded", coded))

@@ -5,7 +5,7 @@ Met between trainers that return the model's dtype and engines that compute logi
 
 import torch
 
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "head/output"
 

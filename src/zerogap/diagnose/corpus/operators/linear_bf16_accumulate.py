@@ -6,7 +6,7 @@ Met in a kernel written for an accelerator without a wide accumulator.
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import chain, chain_linear, products
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "linear/accumulate"
 

@@ -6,7 +6,7 @@ Met as `allow_bf16_reduced_precision_reduction`, which PyTorch leaves on by defa
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import split_linear
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "linear/accumulate"
 

@@ -5,7 +5,7 @@ Met between a fused epilogue and a separate addition; Qwen2 has such biases.
 
 import torch
 
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "linear/rounding"
 

@@ -6,7 +6,7 @@ Met in kernels that count a loop down to save a register; harmless to everyone b
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import chain_linear
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "linear/order"
 

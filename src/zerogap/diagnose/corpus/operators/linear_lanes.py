@@ -6,7 +6,7 @@ Met between a vector kernel that reduces across lanes and one that keeps an outp
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import chain_linear, lane_linear
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "linear/order"
 

@@ -6,7 +6,7 @@ Met between compilers: one contracts a * b + c, the other is not allowed to.
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import chain_linear
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "linear/primitive"
 

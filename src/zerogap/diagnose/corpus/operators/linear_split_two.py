@@ -6,7 +6,7 @@ Met between two kernels of one library, of which one splits the reduction over t
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import chain, chain_linear
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 EXPECTED = "linear/split"
 

@@ -6,7 +6,7 @@ Met with split-K kernels that reduce by atomics; two runs of one program differ.
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import chain
-from zerogap.diagnose.corpus.workshop import Model, Sides, Workshop, turn
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, turn
 
 # What differs from run to run is the order.
 EXPECTED = ("rerun/nondeterministic", "linear/order")

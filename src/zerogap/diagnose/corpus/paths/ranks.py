@@ -3,8 +3,6 @@
 Met between tensor-parallel sizes of trainer and rollout; the layout is recorded.
 """
 
-import dataclasses
-
 import torch
 
 from zerogap.diagnose.corpus.arithmetic import split_linear

@@ -27,7 +27,9 @@ def noisy(model: Model) -> None:
     """The same, with norms that differ in their last bits."""
     near(model)
     for layer in model.model.layers:
-        layer.post_attention_layernorm.register_forward_hook(lambda module, args, output: output * (1.0 + EPSILON * output.sign()))
+        layer.post_attention_layernorm.register_forward_hook(
+            lambda module, args, output: output * (1.0 + EPSILON * output.sign())
+        )
 
 
 def recorded(side: Side) -> RecordedSide:

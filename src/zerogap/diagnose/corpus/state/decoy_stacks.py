@@ -1,4 +1,4 @@
-"""transformers against zerogap, and one tensor of the rollout scaled by two: the stacks' own numerics are the smaller part.
+"""transformers against zerogap, and one tensor of the rollout is scaled by two: numerics are the smaller part.
 
 Met in the first comparison of any two stacks; the operators differ everywhere, and are not what is wrong.
 """

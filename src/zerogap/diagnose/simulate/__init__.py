@@ -1,0 +1,55 @@
+"""Reduction orders, arithmetic primitives and rounding points of real stacks, put together and tried.
+
+A kind of operator has `bases` (whole forms that exist), `changes` (one field changed), `applies` and `simulate`.
+`zerogap.diagnose.attribute` searches them for the variant that reproduces recorded bits. Nothing computed here is used
+by any run: it imitates other stacks' arithmetic, which is why raw maths is allowed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import torch
+
+from zerogap.diagnose.simulate import elementwise, linear, norm
+from zerogap.diagnose.simulate.variant import Problem, Variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulator:
+    """One kind's search space: whole forms, changes of one field of a form, and how a variant is computed.
+
+    `cost` of a variant: 0 is always tried, 1 where one field is changed, 2 for a side that nothing else reproduces.
+    """
+
+    bases: Callable[[Problem], list[Variant]]
+    changes: Callable[[Variant, Problem], Iterable[Variant]]
+    applies: Callable[[Variant, Problem], bool]
+    simulate: Callable[[Variant, Problem], torch.Tensor]
+    cost: Callable[[Variant], int] = lambda variant: 0
+
+
+_LINEAR = Simulator(linear.bases, linear.changes, linear.applies, linear.simulate, linear.cost)
+SIMULATORS: dict[str, Simulator] = {
+    "linear": _LINEAR,
+    "head": _LINEAR,
+    "router": _LINEAR,
+    "norm": Simulator(norm.bases, norm.changes, norm.applies, norm.simulate),
+    "activation": Simulator(
+        elementwise.activation_bases,
+        elementwise.activation_changes,
+        elementwise.activation_applies,
+        elementwise.simulate_activation,
+    ),
+    "residual": Simulator(
+        elementwise.residual_bases,
+        elementwise.residual_changes,
+        elementwise.residual_applies,
+        elementwise.simulate_residual,
+    ),
+    "embedding": Simulator(
+        elementwise.embedding_bases,
+        elementwise.embedding_changes,
+        elementwise.embedding_applies,
+        elementwise.simulate_embedding,
+    ),
+}

@@ -1,0 +1,262 @@
+"""Linear layers, the head and the router's logits: fields, the forms that real stacks have, and changes of one field.
+
+operands    stored, bf16, fp16, tf32, `... truncated`, e4m3
+order, primitive, split, accumulate: `dots`
+rounding    once; `before the bias` (the product is rounded, too); `truncated` (bits dropped at the end)
+output      bf16, fp16, fp32
+scale       none; of E4M3: fp32, pow2, `fp32, amax 240`; of the head: a factor of the logits
+block       none; of E4M3: `BLOCKS`, of the weight, then of the rows. Ascending sums multiply codes and apply scales
+            to sums; torch's product takes de-quantised operands
+formula     plain, no bias, softcap
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+
+from zerogap.diagnose.simulate import dots
+from zerogap.diagnose.simulate.arithmetic import FP32, quantise_e4m3, round_to
+from zerogap.diagnose.simulate.contract import contract_leaves
+from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
+from zerogap.numerics import preset
+
+TORCH = f"{LIBRARY} torch.nn.functional.linear"
+ALONE = f"{TORCH}, each sequence alone"
+BLOCKS = ("128x128, 1x128", "128x128, token", "channel, token", "tensor, tensor", "128x128, stored", "channel, stored")
+UPCAST = f"{TORCH} on FP32 copies"
+
+
+def bases(problem: Problem) -> list[Variant]:
+    """The contract's form, torch's on this machine (taken apart where its order is known, else replayed)."""
+    narrow = problem.storage == "bf16"
+    contract = contract_form(problem)
+    found = [contract]
+    if narrow:
+        found += [contract.but(split=f"blocks of {size}") for size in (512, 1024)]  # oneDNN
+    else:
+        found += [contract.but(split=f"blocks of {size}") for size in (192, 384)]  # MKL
+    found += [contract.but(order=name, split="1") for name in (TORCH, UPCAST, ALONE)]
+    return [variant for variant in found if _applies(variant, problem)]
+
+
+def contract_form(problem: Problem) -> Variant:
+    """The contract's, with the recorded output dtype."""
+    plain = {
+        "operands": "stored",
+        "order": "ascending",
+        "primitive": "dot2" if problem.storage == "bf16" else "fma",
+        "split": contract_split(problem),
+        "accumulate": "fp32",
+        "rounding": "once",
+        "output": problem.recorded,
+        "scale": "none",
+        "block": "none",
+        "formula": "plain",
+    }
+    return Variant.of(problem.kind, plain)
+
+
+def contract_split(problem: Problem) -> str:
+    """Leaves of the contract: those of o_proj and down_proj, by their rules; 1 elsewhere."""
+    if problem.kind != "linear":
+        return "1"
+    leaves = contract_leaves(problem.weights, problem.inputs[0].shape[1], problem.parameters, preset("bf16"))
+    if leaves == 1:
+        return "1"
+    return f"{leaves} parts, {'tree' if leaves > 2 else 'ascending'}"
+
+
+def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
+    """Variants with one field changed, cheap ones first."""
+    narrow = problem.storage == "bf16"
+    library = variant["order"].startswith(LIBRARY)
+    for order in ("ascending", "descending", *(f"lanes of {n}" for n in (2, 4, 8, 16, 32)), TORCH, UPCAST):
+        yield variant.but(order=order)
+    for primitive in ("dot2", "fma") if narrow else ("fma", "mul+add"):
+        yield variant.but(primitive=primitive)
+    for split in dots.splits(problem.inputs[0].shape[1]):
+        yield variant.but(split=split)
+    for operands in ("bf16", "fp16", "tf32", "bf16 truncated", "tf32 truncated"):
+        yield variant.but(operands=operands)
+    for output in ("bf16", "fp16", "fp32"):
+        yield variant.but(output=output)
+    for rounding in ("before the bias", "truncated"):
+        yield variant.but(rounding=rounding)
+    for formula in ("no bias", "softcap 30", "softcap 50"):
+        yield variant.but(formula=formula)
+    for order in ("ascending", TORCH):
+        for block in BLOCKS:
+            for scale in ("fp32", "pow2", "fp32, amax 240"):
+                yield variant.but(operands="e4m3", block=block, scale=scale, split="1", order=order)
+    if not library:
+        for accumulate in ("fp64", "bf16 parts", "fp16 parts", "bf16", "fp16"):
+            yield variant.but(accumulate=accumulate)
+        yield variant.but(order="pairwise")
+        yield variant.but(primitive="tensor core")
+    else:
+        for accumulate in ("fp64", "bf16 parts", "fp16 parts"):
+            yield variant.but(accumulate=accumulate)
+
+
+def cost(variant: Variant) -> int:
+    """0: one product; 1: operands are quantised first; 2: a step of elementwise code for each product."""
+    narrow = variant["accumulate"] in ("bf16", "fp16")
+    if narrow or variant["order"] == "pairwise" or variant["primitive"] in ("tensor core", "mul+add"):
+        return 2
+    return int(variant["operands"] == "e4m3")
+
+
+def _applies(variant: Variant, problem: Problem) -> bool:
+    """False for what says the same as another variant, or nothing, on this problem."""
+    bias = problem.weight(".bias")
+    if bias is None and (variant["rounding"] == "before the bias" or variant["formula"] == "no bias"):
+        return False
+    if variant["order"].startswith(LIBRARY) and not _replayed(variant, problem):
+        return False
+    if variant["order"] == ALONE and len(problem.lengths) < 2:
+        return False
+    if variant["order"] == UPCAST and problem.storage == "fp32":
+        return False
+    if variant["accumulate"].endswith("parts") and variant["split"] == "1":
+        return False
+    wide = ("bf16", "bf16 truncated", "tf32", "tf32 truncated")
+    if problem.storage == "bf16" and variant["operands"] in wide:
+        return False
+    if variant["operands"] == "e4m3":
+        stored = variant["block"].endswith("stored") and variant["order"] == "ascending"
+        return variant["order"] in ("ascending", TORCH) and variant["split"] == "1" and not stored
+    reduced = problem.inputs[0].shape[1]
+    return variant["split"] == "1" or len(dots.cuts(variant["split"], reduced)) > 1
+
+
+def _replayed(variant: Variant, problem: Problem) -> bool:
+    """True if a library's product is all that the fields say: it has one primitive, accumulates FP32, rounds once."""
+    plain = contract_form(problem)
+    same = ["primitive", *(["accumulate", "rounding", "output", "formula"] if variant["split"] == "1" else [])]
+    if variant["order"] == UPCAST:
+        same = ["primitive"]
+    if variant["split"] != "1" and variant["order"] != TORCH:
+        return False
+    return variant["accumulate"] != "fp64" and all(variant[n] == plain[n] for n in same)
+
+
+def applies(variant: Variant, problem: Problem) -> bool:
+    """True if the problem has what the variant speaks of."""
+    return problem.weight() is not None and _applies(variant, problem)
+
+
+def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
+    """The sample [rows, columns], FP32."""
+    bias = problem.weight(".bias")
+    if variant["order"].startswith(LIBRARY) and variant["split"] == "1" and variant["operands"] == "stored":
+        return _finished(_whole(variant, problem), None, variant, problem)
+    weight = problem.weight()
+    assert weight is not None
+    x, w = problem.once("operands", lambda: (problem.inputs[0][problem.rows], weight[problem.columns]))
+    if variant["operands"] == "e4m3":
+        total = _fp8(variant, problem)
+    else:
+        if variant["operands"] != "stored":
+            x, w = (_as_operand(t, variant["operands"]) for t in (x, w))
+        how = (variant["order"], variant["primitive"], variant["split"], variant["accumulate"])
+        total = dots.dot(x, w, *how)
+    picked = None if bias is None or variant["formula"] == "no bias" else bias[problem.columns].to(FP32)
+    return _finished(total, picked, variant, problem)
+
+
+def _as_operand(t: torch.Tensor, name: str) -> torch.Tensor:
+    """Rounded operands; BF16 stays BF16, so that its products take the BF16 path."""
+    rounded = round_to(t.to(FP32), name)
+    return rounded.to(torch.bfloat16) if name.startswith("bf16") else rounded
+
+
+def _whole(variant: Variant, problem: Problem) -> torch.Tensor:
+    """torch's own call over all rows, rounded as it rounds."""
+    weight, bias = problem.weight(), problem.weight(".bias")
+    assert weight is not None
+
+    def run() -> torch.Tensor:
+        x, w, b = problem.inputs[0], weight, None if variant["formula"] == "no bias" else bias
+        if variant["order"] == UPCAST:
+            x, w, b = x.to(FP32), w.to(FP32), None if b is None else b.to(FP32)
+        groups = x.split(problem.lengths) if variant["order"] == ALONE else [x]
+        w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
+        return torch.cat([torch.nn.functional.linear(part, w, b) for part in groups])
+
+    return problem.whole(("linear", variant["order"], variant["formula"] == "no bias"), run)
+
+
+def _finished(total: torch.Tensor, bias: torch.Tensor | None, variant: Variant, problem: Problem) -> torch.Tensor:
+    output = variant["output"]
+    if variant["rounding"] == "before the bias":
+        total = round_to(total, output)
+    if bias is not None:
+        total = total + bias
+    if variant["formula"].startswith("softcap"):
+        cap = float(variant["formula"].split()[-1])
+        total = torch.tanh(total / cap) * cap
+    if variant["scale"].startswith("times"):
+        total = total * float(variant["scale"].split()[-1])
+    if variant["rounding"] == "truncated":
+        return round_to(total, f"{output} truncated" if output == "bf16" else output)
+    return round_to(total, output)
+
+
+def _fp8(variant: Variant, problem: Problem) -> torch.Tensor:
+    """The product of quantised operands: rows by token or in blocks, the weight whole, by channel or in squares."""
+    weight = problem.weight()
+    assert weight is not None
+    block, scale = variant["block"], variant["scale"]
+    top, power = (240.0 if scale.endswith("240") else 448.0), scale == "pow2"
+
+    def squares() -> tuple[torch.Tensor, torch.Tensor]:
+        value = weight.to(FP32)
+        if block.startswith("tensor"):
+            amax = value.abs().amax().expand(len(value), 1)
+        elif block.startswith("channel"):
+            amax = value.abs().amax(1, keepdim=True)
+        else:
+            amax = _blocks(value, 128)
+        return quantise_e4m3(value, _spread(amax, value), top, power)
+
+    def rows() -> tuple[torch.Tensor, torch.Tensor]:
+        value = problem.inputs[0].to(FP32)
+        if block.endswith("stored"):
+            return value, torch.ones_like(value)
+        if block.endswith("tensor"):
+            amax = value.abs().amax().expand(len(value), 1)
+        elif block.endswith("token"):
+            amax = value.abs().amax(1, keepdim=True)
+        else:
+            amax = _blocks(value, 1)
+        return quantise_e4m3(value, _spread(amax, value), top, power)
+
+    key = (block, top, power)
+    shared: dict[Hashable, Any] = problem.once("whole", dict)
+    x, w = shared.get(("grids", *key)) or shared.setdefault(("grids", *key), (rows(), squares()))
+    if variant["order"] == TORCH:
+        left, right = (round_to(grid * scales, problem.storage).to(weight.dtype) for grid, scales in (x, w))
+        return problem.whole(("e4m3", *key), lambda: torch.nn.functional.linear(left, right))
+    step = 128 if block.startswith("128") else weight.shape[1]
+    pick_x, pick_w = problem.rows, problem.columns
+    scales = (x[1][pick_x][:, ::step], w[1][pick_w][:, ::step])
+    grids = (x[0][pick_x], w[0][pick_w])
+    promoted = 0 if step == weight.shape[1] else step
+    return dots.fp8_dot((grids[0], scales[0]), (grids[1], scales[1]), promoted, variant["primitive"])
+
+
+def _blocks(value: torch.Tensor, tall: int) -> torch.Tensor:
+    """Largest magnitudes of blocks of tall x 128, for each row: [M, ceil(K / 128)]."""
+    magnitude = value.abs()
+    across = torch.stack([part.amax(1) for part in magnitude.split(128, dim=1)], 1)
+    if tall == 1:
+        return across
+    return torch.cat([part.amax(0, keepdim=True).expand(len(part), -1) for part in across.split(tall)])
+
+
+def _spread(amax: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Block maxima as wide as the value."""
+    if amax.shape[1] == 1:
+        return amax.expand(-1, value.shape[1])
+    return amax.repeat_interleave(128, 1)[:, : value.shape[1]]

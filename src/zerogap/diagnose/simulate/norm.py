@@ -1,0 +1,177 @@
+"""RMSNorm: the forms of real stacks, and changes of one field. `weight` may be per head (query and key norms).
+
+formula     `rms, eps E`, `rms with 1 + weight, eps E`, `layer norm, eps E`, `rms, eps E outside the root`
+order       of the sum of squares: lanes of N (halving tree), ascending, descending, pairwise, `torch sum, vectors of
+            N` (ATen's cascade); `library: torch.nn.functional.rms_norm`
+primitive   fma or mul+add of the sum, then 1/sqrt (correctly rounded; torch's rsqrt is the same), `1/torch sqrt`
+            (torch's sqrt is not correctly rounded), `x / sqrt`
+split       1, or N parts, ascending: partial sums of squares
+operands    stored; bf16, fp16 (rows rounded first)
+accumulate  fp32, fp64, bf16 (squares and their mean are BF16)
+rounding    after the weight; before the weight (and after it); `before the weight, FP32 weight`
+output      bf16, fp16, fp32
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from zerogap.diagnose.simulate import arithmetic
+from zerogap.diagnose.simulate.arithmetic import FP32, round_to
+from zerogap.diagnose.simulate.dots import cuts, joined
+from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
+
+TORCH = f"{LIBRARY} torch.nn.functional.rms_norm"
+MEAN = f"{LIBRARY} torch.mean"
+ROOTS = ("1/sqrt", "1/torch sqrt", "x / sqrt")
+EPSILONS = (1e-5, 1e-6, 1e-8, 0.0, 1e-12, 1e-3)
+
+
+def _eps(problem: Problem) -> float:
+    found = problem.number("eps", 1e-6)
+    assert found is not None
+    return found
+
+
+def bases(problem: Problem) -> list[Variant]:
+    """The contract's form; transformers' (FP32 mean by torch, rounded before the weight); torch's own op."""
+    output = problem.recorded
+    contract = Variant.of(
+        "norm",
+        {
+            "formula": f"rms, eps {_eps(problem):g}",
+            "order": "lanes of 16",
+            "primitive": "fma, 1/sqrt",
+            "split": "1",
+            "operands": "stored",
+            "accumulate": "fp32",
+            "rounding": "after the weight",
+            "output": output,
+        },
+    )
+    foreign = contract.but(order="torch sum, vectors of 8", primitive="mul+add, 1/sqrt", rounding="before the weight")
+    return [
+        contract,
+        foreign,
+        foreign.but(order="torch sum, vectors of 16"),
+        foreign.but(order=MEAN),
+        foreign.but(order=MEAN, rounding="after the weight"),
+        foreign.but(order=TORCH, rounding="after the weight"),
+    ]
+
+
+def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
+    """Variants with one field changed."""
+    for rounding in ("after the weight", "before the weight", "before the weight, FP32 weight"):
+        yield variant.but(rounding=rounding)
+    for eps in dict.fromkeys((_eps(problem), *EPSILONS)):
+        for form in (
+            "rms, eps {}",
+            "rms with 1 + weight, eps {}",
+            "layer norm, eps {}",
+            "rms, eps {} outside the root",
+        ):
+            yield variant.but(formula=form.format(f"{eps:g}"))
+    vectors = [f"torch sum, vectors of {n}" for n in (4, 8, 16)]
+    for order in (
+        *(f"lanes of {n}" for n in (4, 8, 16, 32, 64)),
+        "ascending",
+        "descending",
+        "pairwise",
+        *vectors,
+        MEAN,
+    ):
+        yield variant.but(order=order)
+    for primitive in [f"{step}, {root}" for step in ("fma", "mul+add") for root in ROOTS]:
+        yield variant.but(primitive=primitive)
+    for accumulate in ("fp32", "fp64", "bf16", "fp16"):
+        yield variant.but(accumulate=accumulate)
+    for operands in ("stored", "bf16", "fp16"):
+        yield variant.but(operands=operands)
+    for output in ("bf16", "fp16", "fp32"):
+        yield variant.but(output=output)
+    for count in (2, 4, 8, 16):
+        yield variant.but(split=f"{count} parts, ascending")
+
+
+def applies(variant: Variant, problem: Problem) -> bool:
+    """True if the problem has what the variant speaks of."""
+    weight = problem.weight()
+    if weight is None or problem.inputs[0].shape[1] % len(weight):
+        return False
+    if variant["operands"] == problem.storage or (variant["operands"] == "bf16") > (problem.storage == "fp32"):
+        return False
+    if variant["order"] == TORCH and variant["rounding"] != "after the weight":
+        return False
+    if variant["order"].startswith("torch sum") and variant["primitive"].startswith("fma"):
+        return False
+    return problem.recorded == "fp32" or variant["rounding"] != "before the weight" or variant["output"] != "fp32"
+
+
+def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
+    """The sample [rows, columns], FP32."""
+    weight = problem.weight()
+    assert weight is not None
+    rows = problem.inputs[0][problem.rows]
+    heads = rows.unflatten(-1, (-1, len(weight)))
+    kind, _, rest = variant["formula"].partition(", eps ")
+    eps = float(rest.split()[0])
+    w = weight.to(FP32) + 1 if kind.endswith("1 + weight") else weight.to(FP32)
+    if variant["order"] == TORCH:
+        if kind != "rms" or "outside" in rest:
+            return torch.full((len(rows), len(problem.columns)), float("nan"))
+        found = torch.nn.functional.rms_norm(heads, (len(weight),), w.to(heads.dtype), eps)
+        return round_to(found.to(FP32), variant["output"]).flatten(-2)[:, problem.columns]
+    x = round_to(heads.to(FP32), variant["operands"])
+    if kind == "layer norm":
+        x = x - x.mean(-1, keepdim=True)
+    mean = mean_square(x, variant, problem, kind)[..., None]
+    if "outside" in rest:
+        scaled = x / (_root(mean) + eps)
+    elif variant["primitive"].endswith("1/torch sqrt"):
+        scaled = x * (1 / torch.sqrt(mean + eps))
+    elif variant["primitive"].endswith("x / sqrt"):
+        scaled = x / _root(mean + eps)
+    else:
+        scaled = x * (1 / _root(mean + eps))
+    output = variant["output"]
+    if variant["rounding"] != "after the weight":
+        scaled = round_to(scaled, output if output != "fp32" else problem.storage)
+    return round_to(scaled * w, output).flatten(-2)[:, problem.columns]
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded, which torch's own is not."""
+    return x.double().sqrt().to(FP32)
+
+
+def mean_square(x: torch.Tensor, variant: Variant, problem: Problem, kind: str) -> torch.Tensor:
+    """[rows, heads]: mean of squares of [rows, heads, D]."""
+    shown = tuple(variant[n] for n in ("operands", "order", "primitive", "split", "accumulate"))
+    return problem.once(("mean", kind, *shown), lambda: _mean_square(x, variant))
+
+
+def _mean_square(x: torch.Tensor, variant: Variant) -> torch.Tensor:
+    order, width, accumulate = variant["order"], x.shape[-1], variant["accumulate"]
+    if accumulate == "fp64":
+        return x.double().square().mean(-1).to(FP32)
+    if accumulate in ("bf16", "fp16"):
+        narrow = arithmetic.DTYPES[accumulate]
+        return x.to(narrow).pow(2).mean(-1).to(FP32)
+    if order == MEAN:
+        return x.pow(2).mean(-1)
+    fused = variant["primitive"].startswith("fma")
+    parts = [_square_sum(x[..., begin:end], order, fused) for begin, end in cuts(variant["split"], width)]
+    return joined(parts, variant["split"]) / width
+
+
+def _square_sum(x: torch.Tensor, order: str, fused: bool) -> torch.Tensor:
+    if order.startswith("lanes"):
+        return arithmetic.halving(arithmetic.lanes(x, x, int(order.split()[-1]), fused))
+    if order.startswith("torch sum"):
+        return arithmetic.cascade(x * x, int(order.split()[-1]))
+    if order == "pairwise":
+        return arithmetic.pairwise(x * x)
+    if order == "descending":
+        x = x.flip(-1)
+    return arithmetic.lanes(x, x, 1, fused)[..., 0]

@@ -1,23 +1,40 @@
-"""Rows computed after a prefix hit differ; all else agrees. Recorded: the answer with hits, and one without.
+"""Rows computed after a prefix hit attend with another scale; all else agrees. Recorded: the answer with hits, and one
+without; no boundaries, and nothing to ask again.
 
-Met with a prefix cache whose last page is shared and written by two sequences.
+Met where the kernel for "some keys are cached already" takes its scale from another place than the one for prefill.
 """
 
 import dataclasses
 
 import numpy as np
+import torch
 
-from zerogap.diagnose.corpus.workshop import Sides, Workshop
+from zerogap.diagnose.corpus.arithmetic import exact_attention
+from zerogap.diagnose.corpus.cached import continued
+from zerogap.diagnose.corpus.open_modules import exact
+from zerogap.diagnose.corpus.workshop import Sides, Workshop, attend
 from zerogap.diagnose.side import RecordedSide
 
 EXPECTED = "path/prefix_hit"
 
 
+def rescaled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    return exact_attention(q, k, v, mask, scale * (0.9 if q.shape[2] < k.shape[2] else 1.0))
+
+
 def sides(workshop: Workshop) -> Sides:
-    a, b = workshop.pair()
+    a, b = workshop.pair(exact, exact)
+    model = workshop.model()
+    exact(model)
+    attend(model, "rescaled", rescaled)
     whole = dataclasses.replace(b.trace.recorded, boundaries={})
-    sequences = tuple(dataclasses.replace(s, hit_length=s.prompt_length - 1) for s in b.trace.sequences)
-    noise = np.random.default_rng(8)
-    hit = [p + np.where(s.counted, noise.normal(0, 0.02, len(p)), 0) for p, s in zip(whole.logprobs, sequences)]
-    answer = dataclasses.replace(whole, path="prefix_hit", logprobs=tuple(p.astype(np.float32) for p in hit))
-    return a, RecordedSide(dataclasses.replace(b.trace, sequences=sequences, passes=(answer, whole)))
+    sequences, logprobs = [], []
+    for sequence, values in zip(b.trace.sequences, whole.logprobs, strict=True):
+        hit = sequence.prompt_length - 1
+        sequences.append(dataclasses.replace(sequence, hit_length=hit))
+        found = continued(model, sequence, hit)
+        logprobs.append(np.where(np.isnan(found), values, found))
+    answer = dataclasses.replace(whole, path="prefix_hit", logprobs=tuple(logprobs))
+    return a, RecordedSide(dataclasses.replace(b.trace, sequences=tuple(sequences), passes=(answer, whole)))

@@ -176,16 +176,20 @@ def first_tensor(value: object) -> torch.Tensor | None:
 
 
 def _given(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor | None:
+    """A copy of an argument as [B, T]; flat engines give [T], which is one row of columns."""
     value = kwargs.get(name)
     if value is None and name == "input_ids" and args:
         value = args[0]
-    fits = isinstance(value, torch.Tensor) and value.dim() == 2
-    return value.detach().cpu() if isinstance(value, torch.Tensor) and fits else None
+    if not isinstance(value, torch.Tensor) or value.dim() not in (1, 2):
+        return None
+    copied = value.detach().to("cpu", copy=True)
+    return copied[None] if copied.dim() == 1 else copied
 
 
 def open_forward(args: Sequence[object], kwargs: Mapping[str, object]) -> Forward:
     """The empty record of a pass whose root module is called with these arguments."""
     ids, positions = _given("input_ids", args, kwargs), _given("position_ids", args, kwargs)
+    positions = _given("positions", args, kwargs) if positions is None else positions
     mask = _given("attention_mask", args, kwargs)
     embeddings = kwargs.get("inputs_embeds")
     if ids is not None:
@@ -282,7 +286,9 @@ def _hooks(model: torch.nn.Module, seen: Capture) -> Iterator[Any]:
             yield module.register_forward_pre_hook(_input_hook(seen, f"{layer}.attention"), with_kwargs=True)
         if node == "down_proj":
             yield module.register_forward_pre_hook(_input_hook(seen, f"{layer}.activation"), with_kwargs=True)
+    yield from _fused_hooks(model, seen)
     known = {id(module) for module in nodes.values()}
+    known |= {id(m) for n, m in model.named_modules() if plain_name(n).rsplit(".", 1)[-1] in _FUSED}
     for raw, module in model.named_modules():
         name = plain_name(raw)
         if id(module) not in known and name and not any(module.children()) and canonical(name) is None:
@@ -292,6 +298,37 @@ def _hooks(model: torch.nn.Module, seen: Capture) -> Iterator[Any]:
         seen._end()
 
     yield model.register_forward_hook(end)
+
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _fused_hooks(model: torch.nn.Module, seen: Capture) -> Iterator[Any]:
+    """Hooks of projections that one module computes side by side (its `output_sizes` are their widths), and of an
+    attention module that is given queries and keys after RoPE."""
+    for raw, module in model.named_modules():
+        found = re.search(r"layers\.(\d+)\.(?:self_attn|mlp)\.(qkv_proj|gate_up_proj|attn)$", plain_name(raw))
+        if found is None:
+            continue
+        if found[2] == "attn":
+            yield module.register_forward_pre_hook(
+                _parts_hook(seen, [f"{found[1]}.q_rope", f"{found[1]}.k_rope"], None)
+            )
+        elif isinstance(sizes := getattr(module, "output_sizes", None), (list, tuple)):
+            names = [f"{found[1]}.{part}" for part in _FUSED[found[2]]]
+            yield module.register_forward_hook(_parts_hook(seen, names, list(sizes)))
+
+
+def _parts_hook(seen: Capture, names: Sequence[str], sizes: list[int] | None) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: object = None) -> None:
+        whole = first_tensor(output)
+        parts: Sequence[object] = args
+        if sizes is not None:
+            parts = whole.split(sizes, dim=-1) if whole is not None and whole.shape[-1] == sum(sizes) else ()
+        for name, part in zip(names, parts):
+            seen.record(name, part)
+
+    return hook
 
 
 def _input_hook(seen: Capture, name: str) -> Callable[..., None]:

@@ -17,8 +17,8 @@ def node_parameters(
     """What an operator depends on besides inputs and weights.
 
     Keys, where they apply: `implementation` (library call, or class of the module), `dtype`, `eps`, `bias`,
-    `num_heads`, `num_kv_heads`, `head_dim`, `scale`, `sliding_window`, `theta`, `rope_scaling`, `activation`, `top_k`,
-    `num_experts`, `normalize`, `scoring`.
+    `num_heads` (of a norm: how many norms a row holds), `num_kv_heads`, `head_dim`, `scale`, `causal`,
+    `sliding_window`, `theta`, `scaling` (of RoPE), `activation`, `top_k`, `num_experts`, `normalise`, `scoring`.
     """
     module = modules.get(node.name)
     found: dict[str, object] = {"dtype": str(dtype).removeprefix("torch.")}
@@ -26,9 +26,9 @@ def node_parameters(
         found["implementation"] = f"{type(module).__module__}.{type(module).__qualname__}"
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if node.kind in ("rope", "attention") or node.name.endswith((".q_norm", ".k_norm")):
-        found |= {"num_heads": heads, "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim}
+    operator = node.name.rsplit(".", 1)[-1]
     if node.kind == "norm":
+        found["num_heads"] = {"q_norm": heads, "k_norm": config.num_key_value_heads}.get(operator, 1)
         eps = [getattr(module, name, None) for name in ("variance_epsilon", "eps")]
         found["eps"] = next((e for e in eps if e is not None), config.rms_norm_eps)
     elif node.kind in ("linear", "head"):
@@ -38,17 +38,19 @@ def node_parameters(
     elif node.kind == "rope":
         rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
         found["theta"] = rope.get("rope_theta", getattr(config, "rope_theta", None))
-        found["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+        found["scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+        found |= {"head_dim": head_dim, "num_heads": heads if operator == "q_rope" else config.num_key_value_heads}
     elif node.kind == "attention":
-        owner = next((m for n, m in modules.items() if n == node.name.replace("attention", "q_proj")), None)
-        assert owner is not None, f"{node.name}: no q_proj beside it"
-        found |= {"implementation": config._attn_implementation, "scale": head_dim**-0.5}
+        found |= {"num_heads": heads, "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim}
+        found |= {"implementation": config._attn_implementation, "scale": head_dim**-0.5, "causal": True}
         found["sliding_window"] = getattr(config, "sliding_window", None)
     elif node.kind == "activation":
         found["activation"] = config.hidden_act
     elif node.kind in ("router", "experts"):
-        found |= {"top_k": config.num_experts_per_tok, "num_experts": config.num_experts, "scoring": "softmax"}
-        found |= {"normalize": bool(config.norm_topk_prob), "activation": config.hidden_act}
+        experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+        scoring = getattr(config, "scoring_func", "softmax")
+        found |= {"top_k": config.num_experts_per_tok, "num_experts": experts, "scoring": scoring}
+        found |= {"normalise": bool(config.norm_topk_prob), "activation": config.hidden_act}
         if node.kind == "experts":
             found["implementation"] = getattr(config, "_experts_implementation", None)
     return found

@@ -1,8 +1,8 @@
 """A live causal language model of transformers, or one shaped like it, as a side of a diagnosis.
 
 The model is used as it is: its own modules in its own dtype and mode, called through its public forward, so whatever
-was changed in it shows. Log-probs are computed from its logits in FP32 under the definition that is asked for. Hooks are
-installed only while boundaries are captured or operators replaced.
+was changed in it shows. Log-probs are computed from its logits in FP32 under the definition that is asked for. Hooks
+are installed only while boundaries are captured or operators replaced.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from zerogap.diagnose.adapters.replacing import REPLACEABLE, Columns, replacing
 from zerogap.diagnose.adapters.torch_facts import node_parameters, routing_facts
 from zerogap.diagnose.graph import Node, model_nodes
 from zerogap.diagnose.side import Ask
+from zerogap.diagnose.sketch import sketch
 from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace
 from zerogap.errors import ConfigError
 
@@ -87,6 +88,8 @@ class TorchSide:
             name=self.name,
             sequences=routing_facts(self._sequences, recorded.boundaries),
             passes=(recorded,),
+            weights={name: sketch(tensor) for name, tensor in self._weights()},
+            buffers={plain_name(name): sketch(buffer) for name, buffer in self.model.named_buffers()},
             settings=self._settings,
             model=_json_ready(config.to_dict()),
             source=self._source,
@@ -190,7 +193,8 @@ class TorchSide:
         found = self.nodes.get(node)
         if found is None:
             return {}
-        return node_parameters(found, node_modules(self.model), self.config, next(self.model.parameters()).dtype)
+        facts = node_parameters(found, node_modules(self.model), self.config, next(self.model.parameters()).dtype)
+        return facts | {"lengths": tuple(len(s.ids) for s in self._sequences)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

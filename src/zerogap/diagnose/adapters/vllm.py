@@ -38,8 +38,8 @@ def vllm_trace(
     """Generate and record.
 
     Args:
-        llm: a `vllm.LLM`, started with `worker_extension_cls=EXTENSION` if weights or boundaries are wanted, and with
-            prefix caching off if all rows are.
+        llm: a `vllm.LLM`, started with `worker_extension_cls=EXTENSION` if weights or boundaries are wanted; for
+            boundaries also with `async_scheduling=False`, and without prefix caching if all rows are wanted.
         prompts: token ids.
         params: `vllm.SamplingParams`; log-probs of the sampled tokens are asked for here.
         name: for people.
@@ -120,7 +120,9 @@ class _Boundaries:
                 positions = forward["positions"].reshape(-1).long()
                 kept = positions < len(part)  # scoring draws one token more
                 given = forward["ids"].reshape(-1)[kept].numpy()
-                assert np.array_equal(given, part[positions[kept].numpy()]), "rows of another request were recorded"
+                if not np.array_equal(given, part[positions[kept].numpy()]):
+                    mend = f"positions {positions.tolist()} hold tokens of another request: start vLLM without it"
+                    raise ConfigError("async_scheduling", True, mend)
                 for name, tensor in forward["tensors"].items():
                     if name not in found:
                         missing = torch.nan if tensor.dtype.is_floating_point else -1
@@ -258,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dtype=given.dtype,
         enforce_eager=True,
         enable_prefix_caching=False,
+        async_scheduling=False,
         generation_config="vllm",
         max_model_len=max(len(p) for p in prompts) + given.max_tokens + 16,
         max_num_seqs=max(2, len(prompts)),

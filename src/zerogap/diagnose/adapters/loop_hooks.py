@@ -1,0 +1,270 @@
+"""Hooks that write two traces, the rollout's and the trainer's, from a TRL or verl loop. docs/trace-format.md.
+
+The loop stays as it is: TRL through a mixin over public methods and a forward hook that only listens, verl through one
+call where both log-probs are in the batch. The numbers are those that the loop used: nothing is computed again, except
+that TRL without vLLM keeps no log-probs of its generation; they are then taken from the logits that `generate` saw.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerogap.diagnose.adapters.arrays import pair_of_traces
+from zerogap.diagnose.adapters.logprobs import defined_logprobs
+from zerogap.diagnose.trace import Definition, Trace, save_trace
+from zerogap.errors import ConfigError
+
+_KEPT_ROWS = 4096  # generated sequences that are remembered until the trainer scores them
+
+
+def write_pair(folder: Path, label: str, pair: tuple[Trace, Trace]) -> tuple[Path, Path]:
+    """Write `{label}-rollout` and `{label}-trainer` under the folder."""
+    rollout, trainer = pair
+    return save_trace(rollout, folder / f"{label}-rollout"), save_trace(trainer, folder / f"{label}-trainer")
+
+
+def padded_rows(
+    prompts: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    completions: torch.Tensor,
+    completion_mask: torch.Tensor,
+    counted: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor,
+) -> list[dict[str, Any]]:
+    """Rows for `pair_of_traces` from a padded batch: prompts [B, P], completions and their log-probs a, b [B, C].
+
+    Args:
+        prompt_mask, completion_mask: which entries are tokens and no padding.
+        counted: [B, C] which completion tokens the loss takes.
+        a, b: the rollout's log-probs, None where not recorded, and the trainer's.
+    """
+    rows = []
+    for i in range(len(prompts)):
+        keep = completion_mask[i].bool().cpu()
+        prompt = prompts[i].cpu()[prompt_mask[i].bool().cpu()]
+        answer = completions[i].cpu()[keep]
+        none = torch.full((len(answer),), torch.nan)
+        rows.append(
+            {
+                "ids": torch.cat([prompt, answer]).numpy(),
+                "prompt_length": len(prompt),
+                "mask": torch.cat([torch.zeros(len(prompt), dtype=torch.bool), counted[i].bool().cpu()[keep]]).numpy(),
+                "logprobs_a": (none if a is None else a[i].detach().float().cpu()[keep]).numpy(),
+                "logprobs_b": b[i].detach().float().cpu()[keep].numpy(),
+            }
+        )
+    return rows
+
+
+def verl_traces(batch: Any, folder: str | Path, label: str) -> tuple[Path, Path]:
+    """Write both traces of a verl batch that holds `rollout_log_probs` and `old_log_probs`.
+
+    Args:
+        batch: `DataProto` after the old log-probs were computed (`actor_rollout_ref.rollout.calculate_log_probs=True`
+            keeps the rollout's).
+        label: names the step, e.g. `step12`.
+    """
+    tensors, facts = batch.batch, batch.meta_info
+    split = tensors["prompts"].shape[1]
+    attention = tensors["attention_mask"]
+    rows = padded_rows(
+        tensors["prompts"],
+        attention[:, :split],
+        tensors["responses"],
+        attention[:, split:],
+        tensors["response_mask"],
+        tensors["rollout_log_probs"] if "rollout_log_probs" in tensors.keys() else None,  # noqa: SIM118 (TensorDict)
+        tensors["old_log_probs"],
+    )
+    temperature = facts.get("temperature")
+    names = "verl rollout", "verl actor"
+    settings = {"temperature": temperature, "loop": "verl"}
+    definition = Definition(temperature=None if temperature is None else float(temperature))
+    pair = pair_of_traces(rows, name=label, names=names, definition=definition, settings=settings)
+    return write_pair(Path(folder), label, pair)
+
+
+class TrlTraces:
+    """Mixin for a TRL trainer: `class Traced(TrlTraces, GRPOTrainer): trace_folder = "traces"`.
+
+    For the first `trace_steps` optimizer steps every call of the loss writes `step{N}-{call}-rollout` and `-trainer`.
+    Afterwards, and while evaluating, the hook is off.
+    """
+
+    trace_folder: str | Path = "traces"
+    trace_steps: int = 3
+    _trl_listener: "_Listener | None" = None
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        trainer: Any = self
+        step = trainer.state.global_step
+        if step >= self.trace_steps:
+            self._trl_listener = None
+            return super().training_step(*args, **options)  # type: ignore[misc]
+        if self._trl_listener is None:
+            self._trl_listener = _Listener(trainer.args.temperature)
+        self._trl_listener.at(step)
+        hook = trainer.model.register_forward_hook(self._trl_listener, with_kwargs=True)
+        try:
+            return super().training_step(*args, **options)  # type: ignore[misc]
+        finally:
+            hook.remove()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+        listener = self._trl_listener
+        if listener is not None and model.training:
+            pair = _trl_pair(self, inputs, listener)
+            write_pair(Path(self.trace_folder), f"step{listener.step}-{listener.calls}", pair)
+            listener.calls += 1
+        return loss
+
+
+def _trl_pair(trainer: Any, inputs: Mapping[str, Any], listener: "_Listener") -> tuple[Trace, Trace]:
+    arguments = trainer.args
+    completion_mask = inputs["completion_mask"]
+    counted = completion_mask * inputs["tool_mask"] if "tool_mask" in inputs else completion_mask
+    prompts, completions = inputs["prompt_ids"], inputs["completion_ids"]
+    recorded = inputs.get("sampling_per_token_logps")
+    batch = prompts, inputs["prompt_mask"], completions, completion_mask, counted
+    if listener.scored is None:
+        mend = "take TRL 1.16 or later: its loss shows per-token log-probs (log_probs of the model's output)"
+        raise ConfigError("trl", version("trl"), mend)
+    rows = padded_rows(*batch, recorded, listener.scored[:, -completions.shape[1] :])
+    if recorded is None:
+        for row in rows:
+            row["logprobs_a"], made = listener.recall(row["ids"], row["prompt_length"])
+            row["versions"] = np.full(len(row["ids"]), made, np.int64)
+    positions = _trained_positions(inputs, listener.positions) if _is_rotary(trainer.model.config) else None
+    sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm", "bf16", "fp16")
+    settings = {n: getattr(arguments, n, None) for n in sampling} | {"loop": "TRL", "step": listener.step}
+    definition = Definition(float(arguments.temperature), True, 0, 1.0, 0.0)
+    names = "TRL generation", "TRL trainer"
+    pair = pair_of_traces(rows, name=f"step {listener.step}", names=names, definition=definition, settings=settings)
+    stored = str(trainer.model.dtype).removeprefix("torch.")
+    wide = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else ""
+    rollout = _with_facts(pair[0], trainer, "decode", stored if recorded is None else "as the engine was started")
+    scored = _with_facts(pair[1], trainer, "whole", f"{stored} under {wide} autocast" if wide else stored)
+    sequences = list(scored.sequences)
+    for i, one in enumerate(sequences):
+        now = np.full(len(one.ids), listener.step, np.int64)
+        sequences[i] = dataclasses.replace(one, versions=now, positions=positions[i] if positions else None)
+    return rollout, dataclasses.replace(scored, sequences=tuple(sequences))
+
+
+def _is_rotary(config: Any) -> bool:
+    return any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+
+
+def _trained_positions(inputs: Mapping[str, Any], given: torch.Tensor | None) -> list[np.ndarray]:
+    """Positions of each row's tokens in the trainer's forward. Without `position_ids`, models of transformers with
+    rotary embeddings count from the start of the padded row."""
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool().cpu()
+    places = torch.arange(mask.shape[1]).expand_as(mask) if given is None else given.cpu().expand_as(mask)
+    return [row[keep].int().numpy() for row, keep in zip(places, mask)]
+
+
+def _with_facts(trace: Trace, trainer: Any, path: str, dtype: str) -> Trace:
+    """The trace with its path and the facts of the stack."""
+    batch = tuple(range(len(trace.sequences)))
+    found = dataclasses.replace(trace.recorded, path=path, batches=(batch,) if path == "whole" else None)
+    known = [n for n in ("torch", "transformers", "trl", "accelerate", "vllm") if find_spec(n) is not None]
+    return dataclasses.replace(
+        trace,
+        passes=(found,),
+        settings={**trace.settings, "dtype": dtype},
+        model=trainer.model.config.to_dict(),
+        source=str(getattr(trainer.model.config, "_name_or_path", "")),
+        versions={n: version(n) for n in known},
+        layout={"data_parallel": trainer.accelerator.num_processes, "rank": trainer.accelerator.process_index},
+    )
+
+
+@dataclasses.dataclass
+class _Heard:
+    """One call of `generate` as its forward passes show it; grows by a token per pass.
+
+    Attributes:
+        prompts: token ids per row, without padding.
+        tokens: completion so far per row, with whatever follows its end.
+        logprobs: of `tokens`.
+        pending: [B, V] logits for the next token.
+        length: tokens per row that the model has seen, padding included.
+        made: optimizer step of the weights.
+    """
+
+    prompts: list[tuple[int, ...]]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    pending: torch.Tensor
+    length: int
+    made: int
+
+
+class _Listener:
+    """Forward hook of the policy: keeps what the loss scored, and the log-probs of tokens that `generate` sampled."""
+
+    def __init__(self, temperature: float) -> None:
+        self.definition = Definition(temperature=temperature, processed=True)
+        self.step, self.calls = 0, 0
+        self.scored: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+        self.heard: list[_Heard] = []
+
+    def at(self, step: int) -> None:
+        """Begin a micro-batch of this optimizer step."""
+        self.calls = self.calls if step == self.step else 0
+        self.step = step
+
+    def __call__(self, module: Any, args: Any, options: Mapping[str, Any], output: Any) -> None:
+        if getattr(output, "log_probs", None) is not None:
+            self.scored = output.log_probs.detach()
+            self.positions = options.get("position_ids")
+            return
+        mask, ids = options.get("attention_mask"), options.get("input_ids")
+        logits = getattr(output, "logits", None)
+        whole = isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor) and mask.ndim == 2
+        if torch.is_grad_enabled() or not whole or logits is None or mask is None or ids is None:
+            return
+        last = self.heard[-1] if self.heard else None
+        if last is not None and len(ids) == len(last.prompts) and mask.shape[1] == last.length + 1:
+            self._follow(last, ids[:, -1].tolist())
+            last.pending, last.length = logits[:, -1].detach().clone(), mask.shape[1]
+            return
+        if ids.shape != mask.shape:
+            return  # no start of a generation: neither a prompt nor the next token of the last one
+        prompts = [tuple(row[keep].tolist()) for row, keep in zip(ids, mask.bool())]
+        empty: list[list[Any]] = [[[] for _ in prompts] for _ in range(2)]
+        self.heard.append(_Heard(prompts, empty[0], empty[1], logits[:, -1].detach().clone(), mask.shape[1], self.step))
+        while len(self.heard) > 1 and sum(len(h.prompts) for h in self.heard) > _KEPT_ROWS:
+            self.heard.pop(0)
+
+    def _follow(self, heard: _Heard, tokens: Sequence[int]) -> None:
+        for row, token in enumerate(tokens):
+            heard.tokens[row].append(token)
+            heard.logprobs[row].append(self._logprob(heard.pending[row], token))
+
+    def _logprob(self, logits: torch.Tensor, token: int) -> float:
+        pair = np.array([token, token])  # the row scores the second
+        return float(defined_logprobs(pair, logits[None].cpu(), self.definition)[1])
+
+    def recall(self, ids: np.ndarray, prompt_length: int) -> tuple[np.ndarray, int]:
+        """Log-probs of a completion as it was sampled, NaN if it was not heard, and the weights' optimizer step."""
+        prompt, answer = tuple(ids[:prompt_length].tolist()), ids[prompt_length:].tolist()
+        for heard in reversed(self.heard):
+            for row, start in enumerate(heard.prompts):
+                tokens = heard.tokens[row]
+                if start != prompt or tokens[: len(answer)] != answer[: len(tokens)] or len(tokens) < len(answer) - 1:
+                    continue
+                found = heard.logprobs[row][: len(answer)]
+                if len(found) < len(answer):  # no pass read the last token
+                    found = [*found, self._logprob(heard.pending[row], answer[-1])]
+                return np.array(found, np.float32), heard.made
+        return np.full(len(answer), np.nan, np.float32), -1

@@ -1,0 +1,206 @@
+"""Hooks in a loop shaped like TRL's, with transformers' own generate, and on a batch shaped like verl's.
+
+The real TRL run is examples/trl_trace.py; TRL has an environment of its own.
+"""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from zerogap.diagnose.adapters import loop_hooks
+from zerogap.diagnose.adapters.logprobs import defined_logprobs
+from zerogap.diagnose.adapters.loop_hooks import TrlTraces, verl_traces
+from zerogap.diagnose.trace import Definition, load_trace
+from zerogap.errors import ConfigError
+
+PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7], [4]]
+PAD, END, NEW = 0, 1, 12
+
+
+def tiny_model():
+    config = LlamaConfig(
+        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, pad_token_id=PAD, bos_token_id=None, eos_token_id=END, initializer_range=0.5,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return LlamaForCausalLM(config).train()
+
+
+def left_padded(rows):
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(r)) + r for r in rows])
+    return ids, torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
+
+
+class Loop:
+    """What TrlTraces meets in GRPOTrainer: one generation for two micro-batches, then the loss of each."""
+
+    shows_logprobs, keeps_rollout = True, False
+
+    def __init__(self, temperature=0.7):
+        self.model = tiny_model()
+        self.args = types.SimpleNamespace(
+            temperature=temperature, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, use_vllm=False,
+            bf16=False, fp16=False,
+        )  # fmt: skip
+        self.state = types.SimpleNamespace(global_step=0)
+        self.accelerator = types.SimpleNamespace(num_processes=1, process_index=0)
+        self.micro = []
+
+    def generate(self):
+        ids, mask = left_padded(PROMPTS)
+        settings = GenerationConfig(
+            max_new_tokens=NEW, do_sample=True, temperature=self.args.temperature, top_k=0, pad_token_id=PAD,
+            eos_token_id=END,
+        )  # fmt: skip
+        self.model.eval()
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+        self.model.train()
+        answers = out[:, ids.shape[1] :]
+        ended = (answers == END).int().cumsum(1)
+        keep = ((ended - (answers == END).int()) == 0).int()
+        order = torch.tensor([3, 0, 2, 1])  # TRL shuffles
+        batch = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": answers * keep, "completion_mask": keep}
+        batch = {name: t[order] for name, t in batch.items()}
+        if self.keeps_rollout:
+            batch["sampling_per_token_logps"] = torch.full(answers.shape, -0.125)
+        self.micro = [{n: t[i : i + 2] for n, t in batch.items()} for i in (0, 2)]
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if not self.micro:
+            self.generate()
+        return self.compute_loss(model, self.micro.pop(0), num_items_in_batch=num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        self.model(input_ids=ids, attention_mask=mask, fused=self.shows_logprobs, temperature=self.args.temperature)
+        return torch.zeros(())
+
+
+class FusedModel(LlamaForCausalLM):
+    """A model whose scoring forward returns log-probs per token, as TRL's fused head does."""
+
+    def forward(self, *args, fused=False, temperature=1.0, **options):
+        output = super().forward(*args, **options)
+        if fused:
+            scores = (output.logits[:, :-1].float() / temperature).log_softmax(-1)
+            picked = scores.gather(-1, options["input_ids"][:, 1:, None])[..., 0]
+            output.log_probs = torch.cat([torch.zeros(len(picked), 1), picked], 1)
+        return output
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_hooks, "version", lambda name: "0")
+    model = tiny_model()
+
+    class Traced(TrlTraces, Loop):
+        trace_folder, trace_steps = tmp_path / "traces", 1
+
+    made = Traced()
+    fused = FusedModel(model.config).train()
+    fused.load_state_dict(model.state_dict())
+    made.model = fused
+    return made
+
+
+def run(loop, steps=2):
+    for step in range(steps):
+        loop.state.global_step = step
+        for _ in range(2):
+            loop.training_step(loop.model, {})
+    return loop.trace_folder
+
+
+def test_both_sides_of_a_loop_are_recorded(loop):
+    folder = run(loop)
+    names = sorted(p.name for p in folder.iterdir())
+    assert names == ["step0-0-rollout", "step0-0-trainer", "step0-1-rollout", "step0-1-trainer"], "step 1 is off"
+    assert not loop.model._forward_hooks
+    prompts, lengths = [], []
+    for call in (0, 1):
+        rollout, trainer = (load_trace(folder / f"step0-{call}-{side}") for side in ("rollout", "trainer"))
+        assert (rollout.recorded.path, trainer.recorded.path) == ("decode", "whole")
+        assert rollout.recorded.definition == trainer.recorded.definition == Definition(0.7, True, 0, 1.0, 0.0)
+        for i, (a, b) in enumerate(zip(rollout.sequences, trainer.sequences)):
+            assert a.ids.tolist() == b.ids.tolist()
+            assert PAD not in a.ids
+            prompts.append(a.ids[: a.prompt_length].tolist())
+            lengths.append(len(a.ids) - a.prompt_length)
+            assert set(a.versions.tolist()) == set(b.versions.tolist()) == {0}
+            with torch.no_grad():
+                logits = loop.model(input_ids=torch.from_numpy(a.ids)[None].long()).logits[0]
+            wanted = defined_logprobs(a.ids, logits, Definition(0.7, True))[a.prompt_length :]
+            for side in (rollout, trainer):
+                got = side.recorded.logprobs[i]
+                assert np.isnan(got[: a.prompt_length]).all()
+                np.testing.assert_allclose(got[a.prompt_length :], wanted, atol=2e-5)
+    assert sorted(prompts) == sorted(PROMPTS)
+    assert NEW in lengths and min(lengths) < NEW, "one completion ran out of tokens, one ended early"
+
+
+def test_the_trainers_positions_count_the_padding(loop):
+    trainer = load_trace(run(loop) / "step0-0-trainer")
+    [first, second] = trainer.sequences  # prompts of 1 and 3 tokens: padded to 3
+    assert first.positions[0] == 2
+    assert second.positions[0] == 0
+
+
+def test_log_probs_that_the_rollout_recorded_come_first(loop):
+    type(loop).keeps_rollout = True
+    rollout = load_trace(run(loop) / "step0-0-rollout")
+    numbers = np.concatenate(rollout.recorded.logprobs)
+    assert set(numbers[~np.isnan(numbers)].tolist()) == {-0.125}
+    assert rollout.sequences[0].versions is None
+
+
+def test_a_loss_that_shows_no_log_probs_is_refused(loop):
+    type(loop).shows_logprobs = False
+    with pytest.raises(ConfigError, match="log_probs"):
+        run(loop)
+
+
+def test_listening_changes_no_bit(loop, tmp_path):
+    plain = Loop()
+    plain.model = loop.model
+    plain.generate()
+    wanted = plain.micro
+    loop._trl_listener = loop_hooks._Listener(0.7)
+    hook = loop.model.register_forward_hook(loop._trl_listener, with_kwargs=True)
+    loop.generate()
+    hook.remove()
+    assert all(torch.equal(x[n], y[n]) for x, y in zip(wanted, loop.micro) for n in x)
+
+
+class Tensors(dict):
+    """A TensorDict as far as the hook reads it."""
+
+
+def test_verl(tmp_path):
+    prompts, prompt_mask = left_padded([[5, 6, 7], [8]])
+    responses = torch.tensor([[3, 4, 1, 0], [9, 9, 2, 1]])
+    seen = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    tensors = Tensors(
+        prompts=prompts, responses=responses, attention_mask=torch.cat([prompt_mask, seen], 1),
+        response_mask=torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1]]), rollout_log_probs=-torch.arange(8.0).view(2, 4),
+        old_log_probs=-torch.arange(8.0).view(2, 4) - 0.5,
+    )  # fmt: skip
+    batch = types.SimpleNamespace(batch=tensors, meta_info={"temperature": 0.9})
+    rollout, trainer = (load_trace(p) for p in verl_traces(batch, tmp_path, "step7"))
+    assert (tmp_path / "step7-trainer").is_dir()
+    assert [s.ids.tolist() for s in rollout.sequences] == [[5, 6, 7, 3, 4, 1], [8, 9, 9, 2, 1]]
+    assert trainer.sequences[1].counted.tolist() == [False, True, False, True, True]
+    nan = float("nan")
+    np.testing.assert_array_equal(rollout.recorded.logprobs[0], np.array([nan, nan, nan, 0, -1, -2], np.float32))
+    np.testing.assert_array_equal(trainer.recorded.logprobs[1], np.array([nan, -4.5, nan, -6.5, -7.5], np.float32))
+    assert trainer.recorded.definition.temperature == 0.9
+    del tensors["rollout_log_probs"]
+    rollout, _ = (load_trace(p) for p in verl_traces(batch, tmp_path, "step8"))
+    assert np.isnan(np.concatenate(rollout.recorded.logprobs)).all()

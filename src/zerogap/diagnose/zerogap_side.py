@@ -1,9 +1,9 @@
 """A live side that computes with zerogap: the trainer's forward, and the engine's passes over known tokens.
 
 Every path runs the decoder that was given, with whatever is wrong in its layers. `whole` is the trainer's packed
-forward under autograd; `decode` and `chunked` are the engine's passes (prompt, then one row per step; chunks) over pages of
-their own; `prefix_hit` runs a real `Engine`, whose prefix cache the sequence's beginning is taken from. Boundaries come
-from the op tap, in the order of `graph.py`.
+forward under autograd; `decode` and `chunked` are the engine's passes (prompt, then one row per step; chunks) over
+pages of their own; `prefix_hit` runs a real `Engine`, whose prefix cache the sequence's beginning is taken from.
+Boundaries come from the op tap, in the order of `graph.py`.
 """
 
 import contextlib

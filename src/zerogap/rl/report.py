@@ -19,9 +19,9 @@ from pathlib import Path
 
 from zerogap.errors import CheckpointError
 from zerogap.rl.metrics import ONE_SIDED
+from zerogap.text.html_page import write_page
 
 TEMPLATE = Path(__file__).parent / "report_template.html"
-PLACE_OF_DATA = "{{DATA}}"
 MOST_COMPLETIONS = 4000
 
 
@@ -195,14 +195,6 @@ def _completions(records: Sequence[dict]) -> tuple[list[dict], int]:
     return shown, len(kept) - len(shown)
 
 
-def _embed(data: object) -> str:
-    """JSON that may stand inside a <script> element: nothing in it can close the element or open a comment."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot stand in a file
-
-
 def write_report(run_dir: str | Path, facts: Mapping[str, object] | None = None) -> Path:
     """Write `report.html` into a run folder, replacing an older one in a single rename.
 
@@ -234,9 +226,4 @@ def write_report(run_dir: str | Path, facts: Mapping[str, object] | None = None)
         "completions": completions,
         "left_out": left_out,
     }
-    before, place, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE_OF_DATA)
-    assert place, f"{TEMPLATE.name} has no {PLACE_OF_DATA}"
-    report, draft = folder / "report.html", folder / "report.html.part"
-    draft.write_text(before + _embed(data) + after, encoding="utf-8")
-    draft.replace(report)
-    return report
+    return write_page(TEMPLATE, data, folder / "report.html")

@@ -201,6 +201,8 @@ def test_verl(tmp_path):
     np.testing.assert_array_equal(rollout.recorded.logprobs[0], np.array([nan, nan, nan, 0, -1, -2], np.float32))
     np.testing.assert_array_equal(trainer.recorded.logprobs[1], np.array([nan, -4.5, nan, -6.5, -7.5], np.float32))
     assert trainer.recorded.definition.temperature == 0.9
+    old = tensors.pop("old_log_probs")
     del tensors["rollout_log_probs"]
-    rollout, _ = (load_trace(p) for p in verl_traces(batch, tmp_path, "step8"))
+    rollout, again = (load_trace(p) for p in verl_traces(batch, tmp_path, "step8", old))
+    np.testing.assert_array_equal(again.recorded.logprobs[1], trainer.recorded.logprobs[1])
     assert np.isnan(np.concatenate(rollout.recorded.logprobs)).all()

@@ -200,8 +200,9 @@ def load_trace(folder: Path) -> Trace:
         sequences = tuple(_unpack_sequence(s, i, tensors) for i, s in enumerate(facts["sequences"]))
         lengths = [len(s.ids) for s in sequences]
         passes = tuple(_unpack_pass(p, i, tensors, lengths) for i, p in enumerate(facts["passes"]))
-        rest = ("name", "weights", "buffers", "settings", "model", "source", "versions", "layout")
-        return Trace(sequences=sequences, passes=passes, **{name: facts[name] for name in rest})
+        rest = ("weights", "buffers", "settings", "model", "source", "versions", "layout")
+        given = {name: facts[name] for name in rest if name in facts}  # a trace written by hand may leave them out
+        return Trace(facts["name"], sequences, passes, **given)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
 
@@ -235,13 +236,13 @@ def _unpack_pass(
 ) -> Pass:
     prefix = f"pass.{index}.boundary."
     logprobs = tensors[f"pass.{index}.logprobs"].split(list(lengths))
-    batches = facts["batches"]
+    batches = facts.get("batches")
     return Pass(
         logprobs=tuple(p.numpy() for p in logprobs),
-        path=facts["path"],
+        path=facts.get("path", "whole"),
         batches=None if batches is None else tuple(tuple(b) for b in batches),
-        definition=Definition(**facts["definition"]),
+        definition=Definition(**facts.get("definition", {})),
         boundaries={name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)},
-        meaning=facts["meaning"],
-        note=facts["note"],
+        meaning=facts.get("meaning", {}),
+        note=facts.get("note", ""),
     )

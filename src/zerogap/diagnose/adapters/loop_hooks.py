@@ -63,13 +63,16 @@ def padded_rows(
     return rows
 
 
-def verl_traces(batch: Any, folder: str | Path, label: str) -> tuple[Path, Path]:
-    """Write both traces of a verl batch that holds `rollout_log_probs` and `old_log_probs`.
+def verl_traces(
+    batch: Any, folder: str | Path, label: str, old_log_probs: torch.Tensor | None = None
+) -> tuple[Path, Path]:
+    """Write both traces of a verl batch; the batch is only read.
 
     Args:
-        batch: `DataProto` after the old log-probs were computed (`actor_rollout_ref.rollout.calculate_log_probs=True`
-            keeps the rollout's).
+        batch: `DataProto` with `prompts`, `responses`, `attention_mask`, `response_mask`, and `rollout_log_probs`
+            (`actor_rollout_ref.rollout.calculate_log_probs=True` keeps them).
         label: names the step, e.g. `step12`.
+        old_log_probs: [B, responses] as the actor computed them; by default the batch's own.
     """
     tensors, facts = batch.batch, batch.meta_info
     split = tensors["prompts"].shape[1]
@@ -81,7 +84,7 @@ def verl_traces(batch: Any, folder: str | Path, label: str) -> tuple[Path, Path]
         attention[:, split:],
         tensors["response_mask"],
         tensors["rollout_log_probs"] if "rollout_log_probs" in tensors.keys() else None,  # noqa: SIM118 (TensorDict)
-        tensors["old_log_probs"],
+        tensors["old_log_probs"] if old_log_probs is None else old_log_probs,
     )
     temperature = facts.get("temperature")
     names = "verl rollout", "verl actor"

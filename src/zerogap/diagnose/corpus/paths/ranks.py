@@ -24,6 +24,6 @@ def plant(model: Model) -> None:
 def sides(workshop: Workshop) -> Sides:
     a, b = workshop.pair(plant, dtype="float32")
     return (
-        retold(a, layout={**a.trace.layout, "tensor_parallel": 1}),
-        retold(b, layout={**b.trace.layout, "tensor_parallel": 2}),
+        retold(a, layout={**a.trace.layout, "tensor_parallel_size": 1}),
+        retold(b, layout={**b.trace.layout, "tensor_parallel_size": 2}),
     )

@@ -138,7 +138,7 @@ def lane_linear(x: torch.Tensor, weight: torch.Tensor, lanes: int) -> torch.Tens
 def split_linear(x: torch.Tensor, weight: torch.Tensor, parts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Split-K: K in equal parts, each a library product of FP32 numbers stored as `dtype`, added ascending."""
     pieces = zip(x.float().chunk(parts, -1), weight.float().chunk(parts, -1), strict=True)
-    return chain((torch.nn.functional.linear(a, b) for a, b in pieces), dtype).to(x.dtype)
+    return chain((torch.nn.functional.linear(a, b).to(dtype) for a, b in pieces), dtype).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- attention

@@ -1,6 +1,6 @@
 """Linear layers, the head and the router's logits: fields, the forms that real stacks have, and changes of one field.
 
-operands    stored, bf16, fp16, tf32, `... truncated`, e4m3
+operands    stored, bf16, fp16, tf32, `... truncated`, e4m3, `e4m3 weights` (rows as they are)
 order, primitive, split, accumulate: `dots`
 rounding    once; `before the bias` (the product is rounded, too); `truncated` (bits dropped at the end)
 output      bf16, fp16, fp32
@@ -23,7 +23,16 @@ from zerogap.numerics import preset
 
 TORCH = f"{LIBRARY} torch.nn.functional.linear"
 ALONE = f"{TORCH}, each sequence alone"
-BLOCKS = ("128x128, 1x128", "128x128, token", "channel, token", "tensor, tensor", "128x128, stored", "channel, stored")
+WEIGHTS, STORED = ("128x128", "64x64", "32x32", "256x256", "channel", "tensor"), "stored"
+BLOCKS = (
+    *(f"{n}x{n}, 1x{n}" for n in (128, 64, 32, 256)),
+    "128x128, token",
+    "channel, token",
+    "tensor, token",
+    "tensor, tensor",
+    "tensor, each sequence",  # as each was computed in a pass of its own
+    *(f"{weight}, {STORED}" for weight in WEIGHTS),
+)
 UPCAST = f"{TORCH} on FP32 copies"
 
 
@@ -88,7 +97,12 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
     for order in ("ascending", TORCH):
         for block in BLOCKS:
             for scale in ("fp32", "pow2", "fp32, amax 240"):
-                yield variant.but(operands="e4m3", block=block, scale=scale, split="1", order=order)
+                operands = "e4m3 weights" if block.endswith(STORED) else "e4m3"
+                yield variant.but(operands=operands, block=block, scale=scale, split="1", order=order)
+    for split in dots.splits(problem.inputs[0].shape[1]):  # narrow parts need a split
+        for accumulate in ("bf16 parts", "fp16 parts") if variant["split"] == "1" else ():
+            if split != "1":
+                yield variant.but(split=split, accumulate=accumulate)
     if not library:
         for accumulate in ("fp64", "bf16 parts", "fp16 parts", "bf16", "fp16"):
             yield variant.but(accumulate=accumulate)
@@ -104,7 +118,7 @@ def cost(variant: Variant) -> int:
     narrow = variant["accumulate"] in ("bf16", "fp16")
     if narrow or variant["order"] == "pairwise" or variant["primitive"] in ("tensor core", "mul+add"):
         return 2
-    return int(variant["operands"] == "e4m3")
+    return int(variant["operands"].startswith("e4m3"))
 
 
 def _applies(variant: Variant, problem: Problem) -> bool:
@@ -123,9 +137,12 @@ def _applies(variant: Variant, problem: Problem) -> bool:
     wide = ("bf16", "bf16 truncated", "tf32", "tf32 truncated")
     if problem.storage == "bf16" and variant["operands"] in wide:
         return False
-    if variant["operands"] == "e4m3":
-        stored = variant["block"].endswith("stored") and variant["order"] == "ascending"
-        return variant["order"] in ("ascending", TORCH) and variant["split"] == "1" and not stored
+    if variant["operands"].startswith("e4m3"):
+        stored = variant["block"].endswith(STORED) and variant["order"] == "ascending" and problem.storage != "bf16"
+        if (variant["operands"] == "e4m3") == variant["block"].endswith(STORED):
+            return False
+        alone = variant["block"].endswith("sequence") and len(problem.lengths) < 2
+        return variant["order"] in ("ascending", TORCH) and variant["split"] == "1" and not stored and not alone
     reduced = problem.inputs[0].shape[1]
     return variant["split"] == "1" or len(dots.cuts(variant["split"], reduced)) > 1
 
@@ -154,7 +171,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     weight = problem.weight()
     assert weight is not None
     x, w = problem.once("operands", lambda: (problem.inputs[0][problem.rows], weight[problem.columns]))
-    if variant["operands"] == "e4m3":
+    if variant["operands"].startswith("e4m3"):
         total = _fp8(variant, problem)
     else:
         if variant["operands"] != "stored":
@@ -210,27 +227,17 @@ def _fp8(variant: Variant, problem: Problem) -> torch.Tensor:
     block, scale = variant["block"], variant["scale"]
     top, power = (240.0 if scale.endswith("240") else 448.0), scale == "pow2"
 
+    tall, _, wide = block.partition(", ")
+
     def squares() -> tuple[torch.Tensor, torch.Tensor]:
         value = weight.to(FP32)
-        if block.startswith("tensor"):
-            amax = value.abs().amax().expand(len(value), 1)
-        elif block.startswith("channel"):
-            amax = value.abs().amax(1, keepdim=True)
-        else:
-            amax = _blocks(value, 128)
-        return quantise_e4m3(value, _spread(amax, value), top, power)
+        return quantise_e4m3(value, _largest(value, tall, [len(value)]), top, power)
 
     def rows() -> tuple[torch.Tensor, torch.Tensor]:
         value = problem.inputs[0].to(FP32)
-        if block.endswith("stored"):
+        if wide == STORED:
             return value, torch.ones_like(value)
-        if block.endswith("tensor"):
-            amax = value.abs().amax().expand(len(value), 1)
-        elif block.endswith("token"):
-            amax = value.abs().amax(1, keepdim=True)
-        else:
-            amax = _blocks(value, 1)
-        return quantise_e4m3(value, _spread(amax, value), top, power)
+        return quantise_e4m3(value, _largest(value, wide, problem.lengths), top, power)
 
     key = (block, top, power)
     shared: dict[Hashable, Any] = problem.once("whole", dict)
@@ -238,25 +245,25 @@ def _fp8(variant: Variant, problem: Problem) -> torch.Tensor:
     if variant["order"] == TORCH:
         left, right = (round_to(grid * scales, problem.storage).to(weight.dtype) for grid, scales in (x, w))
         return problem.whole(("e4m3", *key), lambda: torch.nn.functional.linear(left, right))
-    step = 128 if block.startswith("128") else weight.shape[1]
+    step = int(tall.split("x")[1]) if "x" in tall else weight.shape[1]
     pick_x, pick_w = problem.rows, problem.columns
+    step = min(step, weight.shape[1])
     scales = (x[1][pick_x][:, ::step], w[1][pick_w][:, ::step])
     grids = (x[0][pick_x], w[0][pick_w])
     promoted = 0 if step == weight.shape[1] else step
     return dots.fp8_dot((grids[0], scales[0]), (grids[1], scales[1]), promoted, variant["primitive"])
 
 
-def _blocks(value: torch.Tensor, tall: int) -> torch.Tensor:
-    """Largest magnitudes of blocks of tall x 128, for each row: [M, ceil(K / 128)]."""
+def _largest(value: torch.Tensor, block: str, lengths: list[int]) -> torch.Tensor:
+    """Largest magnitude of every element's block, [M, K]: `HxW`, `channel` and `token` (a row), `tensor`, `each
+    sequence` (rows of `lengths`)."""
     magnitude = value.abs()
-    across = torch.stack([part.amax(1) for part in magnitude.split(128, dim=1)], 1)
-    if tall == 1:
-        return across
-    return torch.cat([part.amax(0, keepdim=True).expand(len(part), -1) for part in across.split(tall)])
-
-
-def _spread(amax: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Block maxima as wide as the value."""
-    if amax.shape[1] == 1:
-        return amax.expand(-1, value.shape[1])
-    return amax.repeat_interleave(128, 1)[:, : value.shape[1]]
+    if block == "tensor":
+        return magnitude.amax().expand(value.shape)
+    if block == "each sequence":
+        return torch.cat([part.amax().expand(part.shape) for part in magnitude.split(lengths)])
+    if "x" not in block:
+        return magnitude.amax(1, keepdim=True).expand(value.shape)
+    tall, wide = (int(n) for n in block.split("x"))
+    across = torch.cat([p.amax(1, keepdim=True).expand(p.shape) for p in magnitude.split(wide, dim=1)], 1)
+    return across if tall == 1 else torch.cat([p.amax(0, keepdim=True).expand(p.shape) for p in across.split(tall)])

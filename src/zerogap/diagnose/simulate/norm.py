@@ -1,13 +1,14 @@
 """RMSNorm: the forms of real stacks, and changes of one field. `weight` may be per head (query and key norms).
 
-formula     `rms, eps E`, `rms with 1 + weight, eps E`, `layer norm, eps E`, `rms, eps E outside the root`
+formula     `rms, eps E`, `rms with 1 + weight, eps E`, `rms with 1 + weight, rounded, eps E`, `rms over all heads, eps
+            E`, `rms without weight, eps E`, `layer norm, eps E`, `rms, eps E outside the root`
 order       of the sum of squares: lanes of N (halving tree), ascending, descending, pairwise, `torch sum, vectors of
             N` (ATen's cascade); `library: torch.nn.functional.rms_norm`
 primitive   fma or mul+add of the sum, then 1/sqrt (correctly rounded; torch's rsqrt is the same), `1/torch sqrt`
-            (torch's sqrt is not correctly rounded), `x / sqrt`
+            (torch's sqrt is not correctly rounded), `x / sqrt`, `x / torch sqrt`
 split       1, or N parts, ascending: partial sums of squares
 operands    stored; bf16, fp16 (rows rounded first)
-accumulate  fp32, fp64, bf16 (squares and their mean are BF16)
+accumulate  fp32, fp64, bf16 and fp16 (squares and their mean are rounded), `bf16 sums` and `fp16 sums` (every sum is)
 rounding    after the weight; before the weight (and after it); `before the weight, FP32 weight`
 output      bf16, fp16, fp32
 """
@@ -23,7 +24,8 @@ from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
 
 TORCH = f"{LIBRARY} torch.nn.functional.rms_norm"
 MEAN = f"{LIBRARY} torch.mean"
-ROOTS = ("1/sqrt", "1/torch sqrt", "x / sqrt")
+ROOTS = ("1/sqrt", "1/torch sqrt", "x / sqrt", "x / torch sqrt")
+SUMS = ("ascending", "descending", "lanes of 4", "lanes of 8", "lanes of 16", "lanes of 32")
 EPSILONS = (1e-5, 1e-6, 1e-8, 0.0, 1e-12, 1e-3)
 
 
@@ -68,10 +70,16 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         for form in (
             "rms, eps {}",
             "rms with 1 + weight, eps {}",
+            "rms with 1 + weight, rounded, eps {}",
+            "rms over all heads, eps {}",
+            "rms without weight, eps {}",
             "layer norm, eps {}",
             "rms, eps {} outside the root",
         ):
             yield variant.but(formula=form.format(f"{eps:g}"))
+    for step in ("fma", "mul+add"):  # what stands outside a root is divided by, most of all by torch's
+        outside = f"rms, eps {_eps(problem):g} outside the root"
+        yield variant.but(formula=outside, primitive=f"{step}, x / torch sqrt")
     vectors = [f"torch sum, vectors of {n}" for n in (4, 8, 16)]
     for order in (
         *(f"lanes of {n}" for n in (4, 8, 16, 32, 64)),
@@ -86,6 +94,9 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(primitive=primitive)
     for accumulate in ("fp32", "fp64", "bf16", "fp16"):
         yield variant.but(accumulate=accumulate)
+    for accumulate in ("bf16 sums", "fp16 sums"):
+        for order in SUMS:
+            yield variant.but(accumulate=accumulate, order=order)
     for operands in ("stored", "bf16", "fp16"):
         yield variant.but(operands=operands)
     for output in ("bf16", "fp16", "fp32"):
@@ -103,6 +114,10 @@ def applies(variant: Variant, problem: Problem) -> bool:
         return False
     if variant["order"] == TORCH and variant["rounding"] != "after the weight":
         return False
+    if variant["accumulate"].endswith("sums") and (variant["order"] not in SUMS or variant["split"] != "1"):
+        return False
+    if "all heads" in variant["formula"] and problem.inputs[0].shape[1] == len(weight):
+        return False
     if variant["order"].startswith("torch sum") and variant["primitive"].startswith("fma"):
         return False
     return problem.recorded == "fp32" or variant["rounding"] != "before the weight" or variant["output"] != "fp32"
@@ -116,7 +131,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     heads = rows.unflatten(-1, (-1, len(weight)))
     kind, _, rest = variant["formula"].partition(", eps ")
     eps = float(rest.split()[0])
-    w = weight.to(FP32) + 1 if kind.endswith("1 + weight") else weight.to(FP32)
+    w = _factors(weight, kind)
     if variant["order"] == TORCH:
         if kind != "rms" or "outside" in rest:
             return torch.full((len(rows), len(problem.columns)), float("nan"))
@@ -126,10 +141,14 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     if kind == "layer norm":
         x = x - x.mean(-1, keepdim=True)
     mean = mean_square(x, variant, problem, kind)[..., None]
+    if kind.endswith("all heads"):
+        mean = mean.mean(-2, keepdim=True)
     if "outside" in rest:
-        scaled = x / (_root(mean) + eps)
+        scaled = x / ((torch.sqrt(mean) if "torch sqrt" in variant["primitive"] else _root(mean)) + eps)
     elif variant["primitive"].endswith("1/torch sqrt"):
         scaled = x * (1 / torch.sqrt(mean + eps))
+    elif variant["primitive"].endswith("x / torch sqrt"):
+        scaled = x / torch.sqrt(mean + eps)
     elif variant["primitive"].endswith("x / sqrt"):
         scaled = x / _root(mean + eps)
     else:
@@ -138,6 +157,15 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     if variant["rounding"] != "after the weight":
         scaled = round_to(scaled, output if output != "fp32" else problem.storage)
     return round_to(scaled * w, output).flatten(-2)[:, problem.columns]
+
+
+def _factors(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """What normed rows are multiplied by."""
+    if kind.endswith("without weight"):
+        return torch.ones(weight.shape)
+    if kind.endswith("1 + weight, rounded"):
+        return (weight + 1).to(FP32)
+    return weight.to(FP32) + 1 if kind.endswith("1 + weight") else weight.to(FP32)
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
@@ -158,6 +186,8 @@ def _mean_square(x: torch.Tensor, variant: Variant) -> torch.Tensor:
     if accumulate in ("bf16", "fp16"):
         narrow = arithmetic.DTYPES[accumulate]
         return x.to(narrow).pow(2).mean(-1).to(FP32)
+    if accumulate.endswith("sums"):
+        return _narrow_sum(x, order, accumulate.split()[0]) / width
     if order == MEAN:
         return x.pow(2).mean(-1)
     fused = variant["primitive"].startswith("fma")
@@ -175,3 +205,17 @@ def _square_sum(x: torch.Tensor, order: str, fused: bool) -> torch.Tensor:
     if order == "descending":
         x = x.flip(-1)
     return arithmetic.lanes(x, x, 1, fused)[..., 0]
+
+
+def _narrow_sum(x: torch.Tensor, order: str, narrow: str) -> torch.Tensor:
+    """Sum of squares with every square's addition rounded to a narrow format."""
+    terms = (x * x).flip(-1) if order == "descending" else x * x
+    count = int(order.split()[-1]) if order.startswith("lanes") else 1
+    terms = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % count))
+    total = torch.zeros_like(terms[..., :count])
+    for i in range(0, terms.shape[-1], count):
+        total = round_to(total + terms[..., i : i + count], narrow)
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = round_to(total[..., :half] + total[..., half:], narrow)
+    return total[..., 0]

@@ -46,7 +46,8 @@ class Variant:
         theirs = dict(other.fields)
         names = {name for name, value in self.fields if value != theirs[name]}
         if "operands" in names:
-            names -= {n for n in ("block", "scale") if "none" in (dict(self.fields).get(n), theirs.get(n))}
+            pairs = {n: (dict(self.fields).get(n), theirs.get(n)) for n in ("block", "scale")}
+            names -= {n for n, pair in pairs.items() if any(str(v).endswith(("none", "stored")) for v in pair)}
         return frozenset(names)
 
     def differences(self, other: "Variant") -> frozenset[str]:

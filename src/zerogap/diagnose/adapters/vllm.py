@@ -66,20 +66,19 @@ def vllm_trace(
     alone = tuple((i,) for i in range(len(prompts)))
     sequences, first = _generate(llm, prompts, params, recorder)
     ids = [s.ids for s in sequences]
-    boundaries = {} if recorder is None else recorder.rows(ids)
+    boundaries = {} if recorder is None else recorder.finish(ids)
     passes = [Pass(first, "decode", alone, definition, _with_logprob(boundaries, first))]
     if rescore:
         raw = dataclasses.replace(definition, processed=False)
         again, repeated = _generate(llm, prompts, params, None)
         if all(np.array_equal(s.ids, t.ids) for s, t in zip(sequences, again)):
             passes.append(Pass(repeated, "decode", alone, definition, note="the same requests again"))
+        recorder = _Boundaries(llm) if capture else None
         scored = _score(llm, ids, params, recorder, together=False)
-        boundaries = {} if recorder is None else recorder.rows(ids)
+        boundaries = {} if recorder is None else recorder.finish(ids)
         passes.append(Pass(scored, "whole", alone, raw, _with_logprob(boundaries, scored), note="scored as prompts"))
         together = _score(llm, ids, params, None, together=True)
         passes.append(Pass(together, "whole", (tuple(range(len(ids))),), raw, note="scored as prompts, together"))
-    if recorder is not None:
-        recorder.close()
     single = extended and config.parallel_config.world_size == 1
     return Trace(
         name=name,
@@ -99,7 +98,8 @@ class _Boundaries:
     """Takes over what the worker recorded, request by request."""
 
     def __init__(self, llm: Any) -> None:
-        self._llm, self._requests = llm, []  # type: ignore[var-annotated]
+        self._llm = llm
+        self._requests: list[list[dict[str, Any]]] = []
         llm.collective_rpc("zerogap_begin")
 
     def take(self) -> None:
@@ -109,13 +109,13 @@ class _Boundaries:
             self._llm.collective_rpc("zerogap_take", args=(str(path),))
             self._requests.append(torch.load(path, weights_only=True))
 
-    def rows(self, ids: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Boundaries of the requests since the last call, by position; a row that was never computed (the last token of
-        a request) is NaN."""
-        requests, self._requests = self._requests, []
+    def finish(self, ids: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """Remove the worker's hooks; boundaries of the requests by position. A row that was never computed (the last
+        token of a request) is NaN."""
+        self._llm.collective_rpc("zerogap_end")
         starts = np.cumsum([0, *(len(part) for part in ids)])
         found: dict[str, torch.Tensor] = {}
-        for forwards, start, part in zip(requests, starts, ids):
+        for forwards, start, part in zip(self._requests, starts, ids):
             for forward in forwards:
                 positions = forward["positions"].reshape(-1).long()
                 kept = positions < len(part)  # scoring draws one token more
@@ -129,10 +129,6 @@ class _Boundaries:
                         found[name] = torch.full((int(starts[-1]), tensor.shape[1]), missing, dtype=tensor.dtype)
                     found[name][int(start) + positions[kept]] = tensor[kept]
         return found
-
-    def close(self) -> None:
-        """Remove the worker's hooks."""
-        self._llm.collective_rpc("zerogap_end")
 
 
 def _with_logprob(boundaries: dict[str, torch.Tensor], logprobs: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:

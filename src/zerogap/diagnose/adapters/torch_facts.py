@@ -35,6 +35,8 @@ def node_parameters(
         if type(module) is torch.nn.Linear:
             found["implementation"] = "torch.nn.functional.linear"
         found["bias"] = getattr(module, "bias", None) is not None
+        if operator == "o_proj":
+            found["num_heads"] = heads
     elif node.kind == "rope":
         rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
         found["theta"] = rope.get("rope_theta", getattr(config, "rope_theta", None))

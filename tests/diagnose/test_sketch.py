@@ -261,3 +261,10 @@ def test_buffers_are_missing_or_stale_only():
 def test_a_tensor_without_values_is_refused():
     with pytest.raises(ConfigError, match="meta"):
         sketch(torch.zeros(3, device="meta"))
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4, 1e-3])
+def test_a_norm_that_moved_within_bf16_rounding_is_stale(lr):
+    """FP32 weights that began as BF16 numbers: rounding gives the old ones back, yet nothing was rounded."""
+    norm = (0.3 + weight(576).float() * 5).to(BF16).float()
+    assert called(norm, updated(norm, lr)) == "stale"

@@ -20,7 +20,7 @@ from zerogap.errors import ConfigError
 
 NUM_SAMPLES = 256
 CORNER = 128  # rows and columns of the sampled blocks: the block of FP8 checkpoints
-_CHUNK = 1 << 17  # elements that are hashed at a time, so that they stay in the cache
+_CHUNK = 1 << 18  # elements that are hashed at a time, so that they stay in the cache
 _ROWS = 16  # rows at either end that are tried for a scale per channel
 Sketch = Mapping[str, Any]
 
@@ -137,7 +137,8 @@ def _grid(values: torch.Tensor) -> str:
     """The 8-bit grid of a matrix as `format/scope`, or empty: whether its values are a few codes times a scale.
 
     Floating-point codes with m mantissa bits times one scale have at most 2**m different mantissas, whatever the scale;
-    integer codes are whole multiples of the group's amax over 127 or 128. Seen in two corner blocks.
+    integer codes are whole multiples of the group's amax over 127 or 128. Seen in two corner blocks, and for a scale
+    per channel in some rows at either end.
     """
     if values.ndim < 2 or values.numel() < 1024 or not values.is_floating_point():
         return ""
@@ -146,40 +147,38 @@ def _grid(values: torch.Tensor) -> str:
     low = (rows - 1) // CORNER * CORNER, (columns - 1) // CORNER * CORNER
     corners = [matrix[i : i + CORNER, j : j + CORNER].float() for i, j in {(0, 0), low}]
     corners = [block for block in corners if block.numel() >= 256]
-    if not corners or not all(bool(block.isfinite().all()) for block in corners):
+    lines = torch.cat([matrix[:_ROWS], matrix[_ROWS:][-_ROWS:]]).float()
+    if not corners or not all(bool(part.isfinite().all()) for part in (*corners, lines)):
         return ""
-    some = [*corners[0][:_ROWS], *corners[-1][-_ROWS:]]
-    scopes = {"tensor": corners, "block": corners, "channel": some}
-    for scope, groups in scopes.items():
-        pooled = [torch.cat([g.reshape(-1) for g in groups])] if scope == "tensor" else groups
-        counts = [found for found in map(_mantissas, pooled) if found]
-        if counts and max(counts) <= 8 and 2 * len(counts) >= len(pooled):
+    joined = torch.cat([block.reshape(-1) for block in corners])
+    for scope, groups in (("tensor", [joined]), ("block", corners), ("channel", list(lines))):
+        counts = [found for found in map(_mantissas, groups) if found]
+        if counts and max(counts) <= 8 and 2 * len(counts) >= len(groups):
             return {1: "pow2", 2: "e2m1", 4: "e5m2", 8: "e4m3"}[1 << (max(counts) - 1).bit_length()] + f"/{scope}"
-    peak = float(matrix.abs().amax())
-    lines = [*matrix[:_ROWS].float(), *matrix[-_ROWS:].float()]  # a channel's amax is that of its whole row
-    for scope, groups in {"tensor": corners, "block": corners, "channel": lines}.items():
-        peaks = [peak if scope == "tensor" else float(group.abs().amax()) for group in groups]
-        if any(_on_integers(groups, [p / divisor for p in peaks]) for divisor in (127.0, 128.0)):
+    peak = matrix.abs().amax().float()
+    blocks = [(block, block.abs().amax()) for block in corners]
+    channels = [(lines, lines.abs().amax(1, keepdim=True))]  # a channel's amax is that of its whole row
+    for scope, pairs in (("tensor", [(joined, peak)]), ("block", blocks), ("channel", channels)):
+        if any(_on_integers([(group, top / divisor) for group, top in pairs]) for divisor in (127.0, 128.0)):
             return f"int8/{scope}"
     return ""
 
 
 def _mantissas(group: torch.Tensor) -> int:
     """Different 7-bit mantissas among the group's nonzero values, or 0 if it has too few values to tell."""
-    bits = group.reshape(-1).bfloat16().view(torch.int16)
-    bits = bits[(bits & 0x7FFF) != 0] & 0x7FFF
-    if len(bits) < 24 or len(torch.unique(bits)) < 12:
+    bits = group.reshape(-1).bfloat16().view(torch.int16).numpy() & 0x7FFF
+    bits = bits[bits != 0]
+    count = int((np.bincount(bits & 0x7F, minlength=128) > 0).sum())
+    if count <= 8 and (len(bits) < 24 or len(np.unique(bits)) < 12):
         return 0
-    return len(torch.unique(bits & 0x7F))
+    return count
 
 
-def _on_integers(groups: list[torch.Tensor], steps: list[float]) -> bool:
+def _on_integers(groups: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether small values are whole multiples of their group's step, up to BF16 rounding of value and step."""
     seen = fits = 0
-    for group, step in zip(groups, steps):
-        if step <= 0:
-            continue
-        codes = group.reshape(-1) / step
+    for values, step in groups:
+        codes = values / step.clamp(min=1e-30)
         codes = codes[(codes != 0) & (codes.abs() < 16)]
         seen += len(codes)
         fits += int(((codes - codes.round()).abs() <= codes.abs() / 256 + 1e-3).sum())
@@ -292,11 +291,14 @@ def _by_digests(name: str, a: Sketch, b: Sketch) -> Cause | None:
         return Cause("weights", "permuted", f"{name}: the same rows in another order")
     if len(shape) > 1 and a["sorted_columns"] == b["sorted_columns"] and a["columns"] != b["columns"]:
         return Cause("weights", "permuted", f"{name}: the same columns in another order")
-    to_bf16 = a["rows"] == b["rows"] and a["in_bf16"] != b["in_bf16"]
-    to_fp16 = a["fp16_rows"] and a["fp16_rows"] == b["fp16_rows"]
-    if to_bf16 or to_fp16:
-        grid = "BF16" if to_bf16 else "FP16"
-        return Cause("weights", "dtype", f"{name}: equal after rounding to {grid} ({a['dtype']} and {b['dtype']})")
+    relations = {
+        "BF16": a["rows"] == b["rows"] and a["in_bf16"] != b["in_bf16"],
+        "FP16": a["fp16_rows"] and a["fp16_rows"] == b["fp16_rows"],
+    }
+    for grid, holds in relations.items():
+        # in one dtype, a tiny update vanishes by rounding too
+        if holds and (a["dtype"] != b["dtype"] or _looks_rounded(*_pairs(a, b), *_FINE[grid])):
+            return Cause("weights", "dtype", f"{name}: equal after rounding to {grid} ({a['dtype']} and {b['dtype']})")
     return None
 
 
@@ -304,8 +306,7 @@ def _by_samples(name: str, a: Sketch, b: Sketch) -> Cause:
     """Relations seen on the samples: both sides took the same places."""
     if a["shape"] != b["shape"]:
         return Cause("weights", UNATTRIBUTED, f"{name}: shapes {a['shape']} and {b['shape']}")
-    pairs = [(x, y) for x, y in zip(a["samples"], b["samples"]) if x is not None and y is not None]
-    x, y = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
+    x, y = _pairs(a, b)
     size = math.sqrt(float((x * x).sum()) * float((y * y).sum()))
     cosine = float((x * y).sum()) / size if size else 0.0
     apart = x != y
@@ -328,6 +329,30 @@ def _by_samples(name: str, a: Sketch, b: Sketch) -> Cause:
     return Cause("weights", "stale", f"{name}: an older or newer version, {change:.1e} of its size apart; {seen}")
 
 
+def _pairs(a: Sketch, b: Sketch) -> tuple[np.ndarray, np.ndarray]:
+    """The samples at the places where both are finite."""
+    pairs = [(x, y) for x, y in zip(a["samples"], b["samples"]) if x is not None and y is not None]
+    return np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
+
+
+_FINE = {"BF16": (7, -126), "FP16": (10, -14)}  # bits of the mantissa, smallest exponent
+
+
+def _looks_rounded(x: np.ndarray, y: np.ndarray, bits: int, smallest: int, slack: float = 0.0) -> bool:
+    """Whether the gaps lie as rounding leaves them: evenly within half a unit of the last place.
+
+    Quartiles within four standard errors, and within `slack` more for values that were rounded before.
+    """
+    apart = x != y
+    large = np.maximum(np.abs(x), np.abs(y))[apart]
+    if len(large) == 0:
+        return False
+    units = np.exp2(np.maximum(np.floor(np.log2(large)), smallest) - bits)
+    quartiles = np.quantile(np.abs(y - x)[apart] / units, [0.25, 0.5, 0.75])
+    error = 1 / math.sqrt(len(large)) + slack
+    return bool((np.abs(quartiles - [0.125, 0.25, 0.375]) <= error).all())
+
+
 def _round(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.from_numpy(values).float().to(dtype).double().numpy()
 
@@ -338,23 +363,20 @@ def _truncate(values: np.ndarray) -> np.ndarray:
 
 
 def _cast(x: np.ndarray, y: np.ndarray) -> str:
-    """Which rounding of one side's values gives the other's, in nearly all places (both may come from a third).
-
-    The gap must be as large as rounding leaves it: a tiny update would vanish by rounding too.
-    """
+    """Which rounding of one side's values gives the other's, in nearly all places (both may come from a third)."""
     if len(x) == 0:
         return ""
-    gap = float(np.median(np.abs(y - x) / np.maximum(np.abs(x), np.abs(y))))
-    for name, bits, cast in (
-        ("rounded to BF16", 8, lambda v: _round(v, torch.bfloat16)),
-        ("rounded to FP16", 11, lambda v: _round(v, torch.float16)),
-        ("truncated to BF16", 8, _truncate),
+    for grid, cast in (
+        ("BF16", lambda v: _round(v, torch.bfloat16)),
+        ("FP16", lambda v: _round(v, torch.float16)),
+        ("BF16", _truncate),
     ):
-        if gap < 2.0 ** (-bits - 4):
+        verb, bits = ("truncated", _FINE[grid][0] - 1) if cast is _truncate else ("rounded", _FINE[grid][0])
+        if not _looks_rounded(x, y, bits, _FINE[grid][1], slack=0.07):
             continue
         for text, found, wanted in (("B is A", cast(x), y), ("A is B", cast(y), x)):
             if np.mean(found == wanted) >= 0.9:
-                return f"{text} {name}"
+                return f"{text} {verb} to {grid}"
     return ""
 
 

@@ -20,7 +20,7 @@ CLAIM = 0.99  # least share of elements, of all and of differing ones
 FEW = 8  # with fewer differing elements than this, all of them have to fit
 ROWS, COLUMNS = 64, 1024  # of the sample that decides
 SMALL_ROWS, SMALL_COLUMNS = 12, 32  # of the sample that sorts out
-EXPANDED = 2  # fitting forms per side and turn around which one field is changed
+EXPANDED = 1  # fitting forms per side and turn around which one field is changed
 KEPT = 3  # best forms around which two fields are changed
 
 
@@ -106,7 +106,7 @@ def explain(
         out_b,
     )
     differs = _differs(a.out, b.out) if a.out.shape == b.out.shape else torch.ones(len(a.out), 1, dtype=torch.bool)
-    search = _Search(simulator, _Pair(a, b, differs, alike))
+    search = _Search(simulator, _Pair(simulator, a, b, differs, alike))
     search.run()
     return _attribution(search, kind, name)
 
@@ -139,19 +139,19 @@ class _Pair:
     `alike`: inputs, weights and parameters are the same; `shared`: one computation serves both.
     """
 
-    def __init__(self, a: Problem, b: Problem, differs: torch.Tensor, alike: bool) -> None:
+    def __init__(self, simulator: Simulator, a: Problem, b: Problem, differs: torch.Tensor, alike: bool) -> None:
         self.alike, self.shared = alike, alike and a.out.dtype == b.out.dtype
         self.whole = (a, b)
-        self.small = _sampled(a, b, differs, SMALL_ROWS, SMALL_COLUMNS)
-        self.large = _sampled(a, b, differs, ROWS, COLUMNS)
+        pick = simulator.sample or _sample
+        small, large = (pick(a, differs, *size) for size in ((SMALL_ROWS, SMALL_COLUMNS), (ROWS, COLUMNS)))
+        self.small = a.narrowed(*small), b.narrowed(*small)
+        self.large = a.narrowed(*large), b.narrowed(*large)
 
 
-def _sampled(a: Problem, b: Problem, differs: torch.Tensor, rows: int, columns: int) -> tuple[Problem, Problem]:
+def _sample(problem: Problem, differs: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows and columns with most differences, filled up with others at even distances."""
-    picked_rows = _picked(differs.sum(1), rows)
-    inside = differs[picked_rows] if differs.shape[1] > 1 else differs[picked_rows].expand(-1, a.out.shape[1])
-    picked_columns = _picked(inside.sum(0), columns)
-    return a.narrowed(picked_rows, picked_columns), b.narrowed(picked_rows, picked_columns)
+    picked = _picked(differs.sum(1), rows)
+    return picked, _picked(differs.expand(-1, problem.out.shape[1])[picked].sum(0), columns)
 
 
 def _picked(counts: torch.Tensor, wanted: int) -> torch.Tensor:
@@ -199,7 +199,9 @@ class _Search:
         if self.pair.alike and not self.any_difference and self._done():
             return
         expanded: dict[Variant, None] = {}
-        for side in (0, 1, 0, 1):  # what fits, so that the smallest difference and all alternatives are seen
+        for side in (0, 1, 0, 1):  # around what fits, so that the smallest difference and all alternatives are seen
+            if len(expanded) >= 2 and self._done():
+                break
             fresh = [f.variant for f in self.best(side) if f.variant not in expanded]
             for variant in sorted(fresh, key=lambda v: v.opaque)[:EXPANDED]:
                 expanded[variant] = None
@@ -210,7 +212,7 @@ class _Search:
             if variant not in expanded:
                 self._try(self._changes(variant, 1))
         for side in (0, 1):
-            around = [*expanded, *bases][:KEPT]
+            around = [*expanded, *bases][:2]
             for variant in around if not self.fits[side] else ():
                 self._try(v for v in self._changes(variant, 2) if self.simulator.cost(v) == 2)
             for variant in self._nearest(side) if not self.fits[side] else ():
@@ -285,7 +287,7 @@ def _attribution(search: _Search, kind: str, name: str) -> Attribution:
         words = f"side {known} is reproduced, the other is not" if known else "no form that was tried gives these bits"
         one, two = (_reproduction(fits, fits) if fits else None for fits in found)
         return Attribution(one, two, Cause(kind, UNATTRIBUTED, f"{name}: {words}"), tried=tried)
-    pairs = _smallest([f.variant for f in found[0]], [f.variant for f in found[1]])
+    pairs = _smallest(_taken_apart(found[0]), _taken_apart(found[1]))
     sets = {left.differences(right) for left, right in pairs}
     left, right = pairs[0]
     field = _field(search, sets, left, right)
@@ -313,8 +315,16 @@ def _smallest(left: list[Variant], right: list[Variant]) -> list[tuple[Variant, 
     return sorted(plain or kept, key=lambda p: p[0].opaque + p[1].opaque)
 
 
+def _taken_apart(fits: list[_Fit]) -> list[Variant]:
+    """The forms without a library's part in them, if there are any; else those that are not a library's whole op."""
+    variants = [f.variant for f in fits]
+    return [v for v in variants if not v.opaque] or [v for v in variants if not v.whole] or variants
+
+
 def _field(search: _Search, sets: set[frozenset[str]], left: Variant, right: Variant) -> str:
     """The field that every smallest explanation has; of several, the one that alone explains most."""
+    if left.whole or right.whole:
+        return UNATTRIBUTED
     shared = frozenset.intersection(*sets)
     if len(shared) == 1:
         return next(iter(shared))
@@ -324,12 +334,15 @@ def _field(search: _Search, sets: set[frozenset[str]], left: Variant, right: Var
     expected, base = problem.expected, search.simulator.simulate(left, problem)
     moved = _differs(base, expected)
     shares = {}
-    for name in sorted(shared):
-        mixed = left.but(**{name.replace("/", "__"): right[name]})
-        if search.simulator.applies(mixed, problem):
-            fits = ~_differs(search.simulator.simulate(mixed, problem), expected)
-            shares[name] = int((fits & moved).sum())
-    if not shares or max(shares.values()) == 0:
+    for name in sorted(shared):  # how much of the difference it makes alone, and how much is left without it
+        key = name.replace("/", "__")
+        forward, backward = left.but(**{key: right[name]}), right.but(**{key: left[name]})
+        counts = [0]
+        for mixed, wanted in ((forward, expected), (backward, base)):
+            if search.simulator.applies(mixed, problem):
+                counts.append(int((~_differs(search.simulator.simulate(mixed, problem), wanted) & moved).sum()))
+        shares[name] = max(counts)
+    if max(shares.values()) == 0:
         return UNATTRIBUTED
     return max(shares, key=lambda n: shares[n])
 

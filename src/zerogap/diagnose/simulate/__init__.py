@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zerogap.diagnose.simulate import elementwise, linear, norm
+from zerogap.diagnose.simulate import attention, elementwise, linear, norm
 from zerogap.diagnose.simulate.variant import Problem, Variant
 
 
@@ -18,7 +18,9 @@ from zerogap.diagnose.simulate.variant import Problem, Variant
 class Simulator:
     """One kind's search space: whole forms, changes of one field of a form, and how a variant is computed.
 
-    `cost` of a variant: 0 is always tried, 1 where one field is changed, 2 for a side that nothing else reproduces.
+    `sample` picks rows and columns where they cannot be picked one by one (problem, differing elements, most rows, most
+    columns). `cost` of a variant: 0 is always tried, 1 where one field is changed, 2 for a side that nothing else
+    reproduces.
     """
 
     bases: Callable[[Problem], list[Variant]]
@@ -26,6 +28,7 @@ class Simulator:
     applies: Callable[[Variant, Problem], bool]
     simulate: Callable[[Variant, Problem], torch.Tensor]
     cost: Callable[[Variant], int] = lambda variant: 0
+    sample: Callable[[Problem, torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 _LINEAR = Simulator(linear.bases, linear.changes, linear.applies, linear.simulate, linear.cost)
@@ -34,6 +37,9 @@ SIMULATORS: dict[str, Simulator] = {
     "head": _LINEAR,
     "router": _LINEAR,
     "norm": Simulator(norm.bases, norm.changes, norm.applies, norm.simulate),
+    "attention": Simulator(
+        attention.bases, attention.changes, attention.applies, attention.simulate, attention.cost, attention.sample
+    ),
     "activation": Simulator(
         elementwise.activation_bases,
         elementwise.activation_changes,

@@ -86,6 +86,10 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(primitive=primitive)
     for split in dots.splits(problem.inputs[0].shape[1]):
         yield variant.but(split=split)
+    for count in (2, 3, 4, 8, 16):
+        for order in dict.fromkeys((variant["order"], TORCH)):
+            for narrow_parts in ("bf16 parts", "fp16 parts"):
+                yield variant.but(split=f"{count} parts, ascending", accumulate=narrow_parts, order=order)
     for operands in ("bf16", "fp16", "tf32", "bf16 truncated", "tf32 truncated"):
         yield variant.but(operands=operands)
     for output in ("bf16", "fp16", "fp32"):

@@ -4,6 +4,7 @@ Field names are those of `verdict.OPERATORS`; `subject/field` names another subj
 operators' choices (the experts' output shows the router's). Two variants of a kind have the same fields, so what
 distinguishes them is a set of names. A value that starts with `library:` is a call of a foreign library whose inner
 order is not known: it can be replayed, not taken apart, and such a difference is named only if no other field differs.
+`library op: ...` is the whole operator of a library; nothing is known of its fields.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ from typing import TypeVar
 
 import torch
 
-LIBRARY = "library:"
+LIBRARY, WHOLE = "library:", "library op:"
+PRODUCTS = ("linear", "head", "router")
 Value = TypeVar("Value")
 
 
@@ -39,11 +41,26 @@ class Variant:
     @property
     def opaque(self) -> bool:
         """True if a part of it is a foreign library's own."""
-        return any(value.startswith(LIBRARY) for _, value in self.fields)
+        return any(value.startswith((LIBRARY, WHOLE)) for _, value in self.fields)
+
+    @property
+    def whole(self) -> str:
+        """Name of the field that says that all of it is a library's, or empty."""
+        return next((name for name, value in self.fields if value.startswith(WHOLE)), "")
+
+    @property
+    def sealed(self) -> bool:
+        """True for a product that is one call of a library."""
+        one_call = dict(self.fields).get("split") == "1" and dict(self.fields).get("operands") == "stored"
+        return self.kind in PRODUCTS and one_call and self["order"].startswith(LIBRARY)
 
     def changed(self, other: "Variant") -> frozenset[str]:
         """Names of the fields in which two variants differ; block and scale come with the operands' format."""
         theirs = dict(other.fields)
+        if self != other and (self.whole or other.whole):
+            return frozenset({self.whole or other.whole})
+        if self.sealed != other.sealed and not (self["order"].startswith(LIBRARY) and other.opaque):
+            return frozenset({"order"})
         names = {name for name, value in self.fields if value != theirs[name]}
         if "operands" in names:
             pairs = {n: (dict(self.fields).get(n), theirs.get(n)) for n in ("block", "scale")}

@@ -32,6 +32,7 @@ _HOME = {
     "Trainer": "zerogap.train.trainer",
     "ZerogapError": "zerogap.errors",
     "build_batch": "zerogap.rl.advantage",
+    "diagnose": "zerogap.diagnose.run",
     "capture": "zerogap.diagnose.adapters.capture",
     "group_advantages": "zerogap.rl.advantage",
     "open_model": "zerogap.weights",

@@ -149,7 +149,7 @@ class ZerogapSide:
             heads = {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads}.get(operator, 1)
             return facts | {"eps": spec.norm_eps, "num_heads": heads}
         if operator.endswith("_rope"):
-            rope = {"theta": spec.rope.theta, "head_dim": spec.rope_dim, "scaling": spec.rope.to_hf()}
+            rope = {"theta": spec.rope.theta, "head_dim": spec.rope_dim, "rope": spec.rope}
             return facts | rope | {"num_heads": spec.num_heads if operator == "q_rope" else spec.num_kv_heads}
         if operator == "attention":
             shape = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}

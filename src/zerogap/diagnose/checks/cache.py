@@ -1,0 +1,153 @@
+"""Check 4: keys and values come from the weights, prefix, positions and scales that the tokens belong to.
+
+Decided on what the traces say of each token: weight version, position, length of the prefix hit, scale set. A fact that
+differs accounts for the logdiff if the tokens without it agree, up to a twentieth of the others' difference.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from zerogap.diagnose.compare import EXPLAINED, Difference
+from zerogap.diagnose.facts import Facts
+from zerogap.diagnose.side import Side
+from zerogap.diagnose.trace import SequenceTrace, Trace
+from zerogap.diagnose.verdict import Cause, Finding
+
+NEEDS = "record the weight version of every token, its position, and how many tokens came from a prefix cache"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fact:
+    """What is suspicious, and of which tokens (bool per sequence of the compared length)."""
+
+    field: str
+    text: str
+    tokens: tuple[np.ndarray, ...]
+
+
+def check(a: Side, b: Side, facts: Facts) -> Finding:
+    """See the module."""
+    one, other = a.trace, b.trace
+    found = [f for make in (_versions, _positions, _scales) if (f := make(one, other)) is not None]
+    known = [n for n in ("versions", "positions", "hit_length") if _known(n, one) or _known(n, other)]
+    if not found and (hits := _hits(one, other, facts)) is not None:
+        found.append(hits)
+    if not found:
+        if not known:
+            return Finding("cache", "not checked", "nothing is known of caches and versions", needs=NEEDS)
+        return Finding("cache", "passed", f"{', '.join(known)} agree where both sides say them")
+    difference = facts.difference
+    tested = [(fact, _accounts(fact, difference)) for fact in found]
+    tested.sort(key=lambda pair: pair[1] is not True)
+    fact, accounts = tested[0]
+    if difference.same:
+        accounts = False
+    causes = tuple(Cause("cache", f.field, f.text) for f, _ in tested)
+    number = int(sum(t.sum() for t in fact.tokens))
+    evidence = {"accounts": accounts, "tokens": number, "facts": [f.text for f, _ in tested]}
+    if accounts:
+        facts.substituted["state"] = _elsewhere(fact, difference)
+    return Finding("cache", "failed", f"{fact.text} ({number} tokens)", causes, evidence=evidence)
+
+
+def _known(name: str, trace: Trace) -> bool:
+    return any(getattr(s, name) is not None for s in trace.sequences)
+
+
+def _per_token(one: Trace, other: Trace, of: Callable[[SequenceTrace, SequenceTrace, int], np.ndarray | None]) -> tuple:
+    out = []
+    for x, y in zip(one.sequences, other.sequences):
+        count = min(len(x.ids), len(y.ids))
+        found = of(x, y, count)
+        out.append(np.zeros(count, bool) if found is None else found[:count])
+    return tuple(out)
+
+
+def _any(tokens: tuple) -> bool:
+    return any(t.any() for t in tokens)
+
+
+def _versions(one: Trace, other: Trace) -> _Fact | None:
+    """Tokens of an older weight version than the rest of their side, or of another than the other side's."""
+    mixed = []
+    for trace in (one, other):
+        values = [s.versions for s in trace.sequences if s.versions is not None]
+        newest = max((int(v.max()) for v in values if len(v)), default=0)
+        mixed.append(newest)
+    stale = _per_token(one, other, lambda x, y, n: _older(x, n, mixed[0]) | _older(y, n, mixed[1]))
+    if _any(stale):
+        return _Fact(
+            "stale_weights", "tokens were computed with keys and values, or weights, of an older version", stale
+        )
+    apart = _per_token(
+        one,
+        other,
+        lambda x, y, n: None if x.versions is None or y.versions is None else x.versions[:n] != y.versions[:n],
+    )
+    if _any(apart):
+        return _Fact("stale_weights", "the sides name unlike weight versions for the same tokens", apart)
+    return None
+
+
+def _older(sequence: SequenceTrace, count: int, newest: int) -> np.ndarray:
+    if sequence.versions is None:
+        return np.zeros(count, bool)
+    return np.asarray(sequence.versions[:count] < newest)
+
+
+def _positions(one: Trace, other: Trace) -> _Fact | None:
+    def of(x: SequenceTrace, y: SequenceTrace, n: int) -> np.ndarray | None:
+        if x.positions is None and y.positions is None:
+            return None
+        at = np.arange(n)
+        left = at if x.positions is None else x.positions[:n]
+        right = at if y.positions is None else y.positions[:n]
+        return np.asarray(left != right)
+
+    apart = _per_token(one, other, of)
+    return _Fact("positions", "the sides give the same tokens unlike positions", apart) if _any(apart) else None
+
+
+def _scales(one: Trace, other: Trace) -> _Fact | None:
+    def of(x: SequenceTrace, y: SequenceTrace, n: int) -> np.ndarray | None:
+        return np.full(n, True) if x.scale_set and y.scale_set and x.scale_set != y.scale_set else None
+
+    apart = _per_token(one, other, of)
+    return _Fact("scales", "the sides' KV caches have unlike scale sets", apart) if _any(apart) else None
+
+
+def _hits(one: Trace, other: Trace, facts: Facts) -> _Fact | None:
+    """Sequences with a prefix hit differ, those without agree: what was found is not their prefix."""
+
+    def of(x: SequenceTrace, y: SequenceTrace, n: int) -> np.ndarray | None:
+        hit = max(x.hit_length or 0, y.hit_length or 0)
+        return np.arange(n) >= hit if hit and (x.hit_length or 0) != (y.hit_length or 0) else None
+
+    after = _per_token(one, other, of)
+    if not _any(after) or all(t.any() for t in after):
+        return None
+    fact = _Fact("wrong_prefix", "only sequences with a prefix hit differ: what was found is not their prefix", after)
+    return fact if _accounts(fact, facts.difference) else None
+
+
+def _elsewhere(fact: _Fact, difference: Difference) -> Difference:
+    """The tokens without the fact."""
+    a = tuple(np.where(t, np.float32(np.nan), x) for t, x in zip(fact.tokens, difference.a))
+    b = tuple(np.where(t, np.float32(np.nan), x) for t, x in zip(fact.tokens, difference.b))
+    return dataclasses.replace(difference, a=a, b=b)
+
+
+def _accounts(fact: _Fact, difference: Difference) -> bool | None:
+    """True if the other tokens agree; None where all tokens have the fact; False where others differ as much."""
+    if not difference.differs.any():
+        return False
+    rest = _elsewhere(fact, difference)
+    if not rest.compared.any():
+        return None
+    inside = np.concatenate(fact.tokens) & difference.compared
+    if not inside.any():
+        return False
+    mean = float(np.abs(difference.d[inside]).mean())
+    return bool(rest.mean * EXPLAINED <= mean)

@@ -1,0 +1,149 @@
+"""Check 9: the numerics. Layer by layer and operator by operator to the first one that parts the sides by itself.
+
+The first such operator decides, unless a later one moves the sides so much further apart that the first is only noise
+before it. Each is replayed on its captured inputs (`replay`); a field of its numerics is named only if both sides' bits
+were reproduced.
+"""
+
+import torch
+
+from zerogap.diagnose.bisect import Divergence, Walk, nodes_of, walk
+from zerogap.diagnose.facts import Facts
+from zerogap.diagnose.replay import Ends, attributed
+from zerogap.diagnose.side import Ask, Side
+from zerogap.diagnose.trace import Pass
+from zerogap.diagnose.verdict import UNATTRIBUTED, UNKNOWN, Cause, Finding
+
+NEEDS = "record boundary tensors per layer and operator on both sides for a few sequences (zg.capture, or a live side)"
+JUMP, NOISE = 8.0, 0.05  # a later operator decides if it moves the sides this much further apart, and beyond this
+SKIPPED = ("logprob", "experts", "router")  # ratios of small numbers; flipped experts are the routing check's
+
+
+def check(a: Side, b: Side, facts: Facts) -> Finding:
+    """See the module."""
+    if facts.difference.same and not facts.thorough:
+        return Finding("operators", "not checked", "nothing differs", needs="")
+    facts.progress("operators")
+    pass_a, pass_b = _alike(facts)
+    if not pass_a.boundaries or not pass_b.boundaries:
+        which = " and ".join(n for n, p in (("A", pass_a), ("B", pass_b)) if not p.boundaries)
+        return Finding("operators", "not checked", f"no boundaries of side {which}", needs=NEEDS)
+    if facts.lengths_of("a") != facts.lengths_of("b"):
+        return Finding("operators", "not checked", "the sides have other tokens", needs="")
+    found = walk(pass_a, pass_b, facts.lengths)
+    facts.notes.extend(found.notes)
+    if not found.compared:
+        return Finding("operators", "not checked", "no boundary has the same name on both sides", needs=NEEDS)
+    if found.first is None:
+        if found.differing:
+            return _undecided(found)
+        text = f"{len(found.compared)} boundaries are the same bits"
+        return Finding("operators", "passed", text, evidence={"compared": len(found.compared)})
+    return _failed(found, Ends(a, pass_a), Ends(b, pass_b), facts)
+
+
+def _alike(facts: Facts) -> tuple[Pass, Pass]:
+    """Both sides' passes with boundaries, computed in the same way where a side can."""
+    pass_a, pass_b = facts.captured("a"), facts.captured("b")
+    if pass_a.path == pass_b.path:
+        return pass_a, pass_b
+    for which, mine, theirs in (("a", pass_a, pass_b), ("b", pass_b, pass_a)):
+        if not facts.live(which):
+            continue
+        found = facts.again(which, Ask(theirs.path, theirs.batches, definition=mine.definition, capture=True))
+        if found is not None:
+            return (found, pass_b) if which == "a" else (pass_a, found)
+    return pass_a, pass_b
+
+
+def _undecided(found: Walk) -> Finding:
+    text = f"boundaries differ from {found.differing[0]} on, but nowhere with the same inputs"
+    return Finding("operators", "failed", text, (), evidence={"accounts": False, "differing": found.differing[:20]})
+
+
+def _failed(found: Walk, a: Ends, b: Ends, facts: Facts) -> Finding:
+    """The operators that part the sides, one of each kind, replayed."""
+    order = [found.first, *_others(found)]
+    if (jump := _jump(found)) is not None:
+        order.insert(0, jump)
+    causes: list[Cause] = []
+    for divergence in order:
+        assert divergence is not None, "the walk has a first divergence"
+        facts.progress(f"replay of {divergence.node.name}")
+        named = attributed(divergence, a, b, facts.a.trace)
+        facts.attributions.append(named)
+        causes.append(named.cause)
+    first = order[0]
+    assert first is not None
+    node, where = first.node, int(first.rows.sum())
+    words = f" (with {len(first.region)} operators before it that were not recorded)" if first.region else ""
+    text = (
+        f"{node.name} gives other rows for the same inputs{words}: {first.differing} of {first.elements} elements in "
+        f"{where} rows, up to {first.relative:.2g} of the row's largest"
+    )
+    if jump is not None:
+        text = (
+            f"{node.name} moves the sides far further apart than what it reads: up to {first.relative:.2g} of the row"
+        )
+    evidence = {
+        "accounts": True,
+        "first": node.name,
+        "diverging": [d.node.name for d in found.diverging][:40],
+        "compared": len(found.compared),
+        "region": [n.name for n in first.region],
+        "causes": [f"{c.name}: {c.detail}" for c in causes],
+    }
+    needs = ""
+    if first.region:
+        needs = f"record {', '.join(n.name for n in first.region[:6])} on both sides as well"
+    ordered = [causes[0], *(c for c in causes[1:] if c.field != UNATTRIBUTED)]
+    kept = tuple({c.name: c for c in reversed(ordered) if c != UNKNOWN}.values())[::-1]
+    return Finding("operators", "failed", text, kept, needs=needs, evidence=evidence)
+
+
+def _others(found: Walk) -> list[Divergence]:
+    """The first operator of every further kind that diverges itself."""
+    seen = {found.diverging[0].node.kind}
+    out = []
+    for divergence in found.diverging[1:]:
+        if divergence.node.kind not in seen and not divergence.region:
+            seen.add(divergence.node.kind)
+            out.append(divergence)
+    return out
+
+
+def _jump(found: Walk) -> Divergence | None:
+    """An operator behind the first whose rows are much further apart than anything before it, though it reads unlike
+    rows: the first one's difference is then noise beside it."""
+    first = found.diverging[0]
+    nodes = nodes_of(found.compared)
+    names = [n.name for n in nodes]
+    start = names.index(first.node.name) if first.node.name in names else len(names)
+    best: tuple[float, Divergence] | None = None
+    for node in nodes[start + 1 :]:
+        if node.kind in SKIPPED or any(n not in found.distance for n in node.inputs):
+            continue
+        out, before = _typical(found.distance[node.name]), max(_typical(found.distance[n]) for n in node.inputs)
+        if out < NOISE or before <= 0.0 or out < JUMP * before:
+            continue
+        if best is None or out / before > best[0]:
+            rows = found.distance[node.name] > 0
+            made = Divergence(
+                node,
+                (),
+                rows,
+                rows,
+                int(rows.sum()),
+                len(rows),
+                float(found.distance[node.name].nan_to_num(0.0).max()),
+                node.inputs,
+            )
+            best = out / before, made
+    own = _typical(found.distance[first.node.name])
+    return best[1] if best is not None and own < NOISE else None
+
+
+def _typical(distance: torch.Tensor) -> float:
+    """Median over recorded rows."""
+    known = distance[~distance.isnan()]
+    return float(known.median()) if len(known) else 0.0

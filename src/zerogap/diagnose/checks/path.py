@@ -1,0 +1,81 @@
+"""Check 7: how a token was computed (whole, decoded, in chunks, behind a prefix hit) does not change its log-prob.
+
+Where the sides' answers come from unlike paths, a live side is asked for the other's path. If that removes the
+difference, the path accounts for it, and the operator that differs between the side's own two passes is looked for.
+"""
+
+from collections.abc import Iterator
+
+from zerogap.diagnose.compare import explains
+from zerogap.diagnose.facts import Facts
+from zerogap.diagnose.replay import within_side
+from zerogap.diagnose.side import Ask, Side
+from zerogap.diagnose.trace import Pass
+from zerogap.diagnose.verdict import Cause, Finding
+
+NEEDS = "give a live side, or record the same sequences under the other side's path as well"
+
+
+def check(a: Side, b: Side, facts: Facts) -> Finding:
+    """See the module."""
+    paths = {which: facts.answers[which].path for which in ("a", "b")}
+    difference = facts.difference
+    if difference.same and not facts.thorough:
+        return Finding("path", "not checked", "nothing differs", needs="")
+    if paths["a"] == paths["b"]:
+        return _consistent(facts, paths["a"])
+    tried = []
+    for which in ("a", "b"):
+        facts.progress(f"path of side {which.upper()}")
+        for mine in _alike(which, facts):
+            tried.append(which)
+            after = facts.between(mine if which == "a" else None, mine if which == "b" else None)
+            if not facts.within(which, facts.answers[which], mine).differs.any():
+                continue
+            if explains(difference, after):
+                facts.substituted.setdefault("state", after)
+                return _failed(which, mine, after.mean, facts)
+    if not tried:
+        text = f"A computed by {paths['a']}, B by {paths['b']}, and neither could be asked for the other's"
+        return Finding("path", "not checked", text, needs=NEEDS)
+    text = f"A computed by {paths['a']}, B by {paths['b']}; the same path does not remove the difference"
+    return Finding("path", "passed", text)
+
+
+def _failed(which: str, mine: Pass, after: float, facts: Facts) -> Finding:
+    answer = facts.answers[which]
+    odd = answer.path if answer.path != "whole" else mine.path
+    text = f"side {which.upper()} computes other numbers by {answer.path} than by {mine.path}"
+    full = f"{text}: by the same path as the other side's, mean |d| {facts.difference.mean:.3g} becomes {after:.3g}"
+    causes = (*within_side(which, mine, answer, facts), Cause("path", odd, text))
+    evidence = {"accounts": True, "before": facts.difference.mean, "after": after}
+    return Finding("path", "failed", full, causes, evidence=evidence)
+
+
+def _alike(which: str, facts: Facts) -> Iterator[Pass]:
+    """The side's passes under the other's path; and, where it is not whole itself, whole."""
+    answer, other = facts.answers[which], facts.answers["b" if which == "a" else "a"]
+    for batches in dict.fromkeys((answer.batches, other.batches)):
+        ask = Ask(other.path, batches, definition=answer.definition, capture=bool(answer.boundaries))
+        if (found := facts.again(which, ask)) is not None:
+            yield found
+
+
+def _consistent(facts: Facts, path: str) -> Finding:
+    """Both sides computed alike; recorded passes of further paths say whether a side agrees with itself."""
+    for which in ("a", "b"):
+        answer = facts.answers[which]
+        for found in facts.side(which).trace.passes[1:]:
+            if found.path == answer.path or found.definition != answer.definition:
+                continue
+            between = facts.within(which, answer, found)
+            if between.differs.any():
+                after = facts.between(found if which == "a" else None, found if which == "b" else None)
+                text = f"side {which.upper()} recorded other log-probs by {found.path}: mean |d| {between.mean:.3g}"
+                causes = (
+                    *within_side(which, answer, found, facts),
+                    Cause("path", found.path if found.path != "whole" else answer.path, text),
+                )
+                evidence = {"accounts": explains(facts.difference, after)}
+                return Finding("path", "failed", text, causes, evidence=evidence)
+    return Finding("path", "passed", f"both sides computed by {path}")

@@ -1,0 +1,164 @@
+"""From the operator at which two passes part to its name: the captured inputs are given to the search for forms.
+
+What is handed on is cut to the rows in which both sides read the same bits; attention keeps whole beginnings of
+sequences. An operator that was not recorded by itself, but with others in one region, is not named.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from zerogap.diagnose.attribute import Attribution, explain
+from zerogap.diagnose.bisect import OVER_ROWS, Divergence, walk
+from zerogap.diagnose.compare import recorded_rows
+from zerogap.diagnose.facts import Facts
+from zerogap.diagnose.findings import Attributed
+from zerogap.diagnose.graph import Node
+from zerogap.diagnose.side import Side
+from zerogap.diagnose.trace import Pass, Trace
+from zerogap.diagnose.verdict import OPERATORS, UNATTRIBUTED, UNKNOWN, Cause
+
+MAX_ROWS = 512  # of an operator that are handed to the search
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ends:
+    """One side of a replay: who computed a pass."""
+
+    side: Side
+    found: Pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows that are handed on, per sequence, with their tokens."""
+
+    index: torch.Tensor
+    lengths: list[int]
+    positions: torch.Tensor
+    ids: torch.Tensor
+    targets: torch.Tensor
+
+
+def _rows(trace: Trace, wanted: torch.Tensor, whole: bool) -> _Rows:
+    """Chosen rows: of every sequence its first ones until one is not wanted (`whole`), or all that are wanted."""
+    index: list[torch.Tensor] = []
+    lengths: list[int] = []
+    ids, targets, positions, start = [], [], [], 0
+    for sequence in trace.sequences:
+        count = len(sequence.ids)
+        keep = wanted[start : start + count]
+        local = torch.nonzero(keep.cumprod(0) > 0 if whole else keep)[:, 0]
+        tokens = torch.from_numpy(sequence.ids.astype("int64"))
+        following = torch.cat([tokens[1:], torch.tensor([-1])])
+        at = torch.arange(count) if sequence.positions is None else torch.from_numpy(sequence.positions.astype("int64"))
+        if len(local) and sum(lengths) + len(local) <= max(MAX_ROWS, count):
+            index.append(local + start)
+            lengths.append(len(local))
+            ids.append(tokens[local])
+            targets.append(following[local])
+            positions.append(at[local])
+        start += count
+    none = torch.zeros(0, dtype=torch.int64)
+    joined = (torch.cat(parts) if parts else none for parts in (index, positions, ids, targets))
+    rows, places, tokens_, following_ = joined
+    return _Rows(rows, lengths, places, tokens_, following_)
+
+
+def weights_of(node: Node, side: Side) -> Mapping[str, torch.Tensor]:
+    """The operator's weights and biases as the side has them, by checkpoint name."""
+    names = [*node.weights, *(n.removesuffix(".weight") + ".bias" for n in node.weights)]
+    if node.kind in ("router", "experts"):
+        layer = f"model.layers.{node.name.split('.')[0]}.mlp."
+        names += [f"{layer}gate.weight", f"{layer}gate.e_score_correction_bias"]
+    if node.kind == "experts":
+        parts = ("gate_proj", "up_proj", "down_proj")
+        names += [f"{layer}shared_experts.{part}.weight" for part in parts]
+        for expert in range(4096):
+            if side.weight(f"{layer}experts.{expert}.gate_proj.weight") is None:
+                break
+            names += [f"{layer}experts.{expert}.{part}.weight" for part in parts]
+    found = {name: side.weight(name) for name in dict.fromkeys(names)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace) -> Attributed:
+    """Name the operator, and the field of its numerics if both sides' bits could be reproduced.
+
+    Args:
+        divergence: where two passes part. Rows with equal inputs are replayed; where there are none, each side is
+            replayed on its own.
+        trace: whose tokens the rows are.
+    """
+    node = divergence.node
+    if divergence.region:
+        between = ", ".join(n.name for n in divergence.region)
+        return Attributed(node.name, dataclasses.replace(UNKNOWN, detail=f"{node.name}, with {between} not recorded"))
+    if node.kind not in OPERATORS:
+        return Attributed(node.name, UNKNOWN)
+    alike = bool(divergence.equal_inputs.any())
+    out_a, out_b = a.found.boundaries[node.name], b.found.boundaries[node.name]
+    wanted = divergence.equal_inputs if alike else torch.ones_like(divergence.rows)
+    wanted = wanted & recorded_rows(out_a) & recorded_rows(out_b)
+    rows = _rows(trace, wanted, whole=node.kind in OVER_ROWS)
+    given = [_given(node, end, rows) for end in (a, b)]
+    (inputs, weights, parameters), (inputs_b, weights_b, parameters_b) = given
+    found = explain(
+        node,
+        node.kind,
+        inputs,
+        weights,
+        parameters,
+        out_a[rows.index],
+        out_b[rows.index],
+        inputs_b=None if alike else inputs_b,
+        weights_b=None if _same_weights(weights, weights_b) else weights_b,
+        parameters_b=parameters_b if not alike else None,
+    )
+    return _in_words(node.name, found)
+
+
+def _given(
+    node: Node, end: Ends, rows: _Rows
+) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor], dict[str, object]]:
+    """(inputs, weights, parameters) of an operator as one side has them, over the chosen rows."""
+    inputs = {n: end.found.boundaries[n][rows.index] for n in node.inputs}
+    facts: dict[str, object] = dict(end.side.parameters(node.name))
+    facts |= {"lengths": rows.lengths, "positions": rows.positions, "ids": rows.ids, "targets": rows.targets}
+    return inputs, weights_of(node, end.side), facts
+
+
+def _same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """True if the other side's are the same, or are not at hand."""
+    return not other or all(
+        n in one and one[n].shape == t.shape and torch.equal(one[n].double(), t.double()) for n, t in other.items()
+    )
+
+
+def _in_words(name: str, found: Attribution) -> Attributed:
+    a, b = found.a, found.b
+    some = a or b
+    others = [str(v) for r in (a, b) if r is not None for v in r.alternatives]
+    return Attributed(
+        name,
+        found.cause,
+        "" if a is None else str(a.variant),
+        0.0 if a is None else a.share_all,
+        "" if b is None else str(b.variant),
+        0.0 if b is None else b.share_all,
+        0 if some is None else some.elements,
+        0 if some is None else some.differing,
+        tuple(dict.fromkeys(others))[:12],
+    )
+
+
+def within_side(which: str, one: Pass, other: Pass, facts: Facts) -> tuple[Cause, ...]:
+    """The operator that differs between two passes of one side, if it can be named to its field."""
+    side = facts.side(which)
+    first = walk(one, other, facts.lengths_of(which)).first
+    if first is None:
+        return ()
+    found = attributed(first, Ends(side, one), Ends(side, other), side.trace)
+    facts.attributions.append(found)
+    return () if found.cause.field == UNATTRIBUTED else (found.cause,)

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed.device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import zerogap as zg
 from tests.bits import assert_same_bits
-from tests.diagnose.adapters.models import tiny_model
+from tests.diagnose.adapters.models import some_sequences, tiny_model
 from zerogap.diagnose.adapters.capture import plain_name, watch_attention
+from zerogap.diagnose.adapters.torch_side import TorchSide
 from zerogap.diagnose.graph import model_nodes
 from zerogap.diagnose.trace import load_trace, save_trace
 from zerogap.errors import ConfigError
@@ -129,6 +132,41 @@ def test_wrapped_modules_have_the_same_boundaries():
     for name, tensor in expected.items():
         assert_same_bits(found[name], tensor, name)
     assert plain_name("_fsdp_wrapped_module.model.layers.1._fsdp_wrapped_module.mlp") == "model.layers.1.mlp"
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.filterwarnings("ignore:FSDP")
+def test_fsdp_modules_have_the_same_boundaries_and_weights(version, one_process):
+    given = batch()
+    plain, model = (tiny_model("qwen3", dtype=torch.float32) for _ in range(2))
+    if version == 2:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=one_process)
+        fully_shard(model, mesh=one_process)
+    else:
+        settings = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        for place, layer in enumerate(model.model.layers):
+            model.model.layers[place] = FullyShardedDataParallel(layer, **settings)
+        model = FullyShardedDataParallel(model, **settings)
+    with zg.capture(plain, rope=True) as expected:
+        plain(**given)
+    with zg.capture(model, rope=True) as seen:
+        model(**given)
+    rows = seen.boundaries()
+    assert set(rows) == set(expected.boundaries())
+    for name, tensor in expected.boundaries().items():
+        assert_same_bits(rows[name], tensor, name)
+    traces = [TorchSide(m, some_sequences()).trace for m in (plain, model)]
+    assert traces[0].weights and traces[0].weights == traces[1].weights
 
 
 def test_recomputation_in_the_backward_pass_is_not_recorded():

@@ -11,7 +11,7 @@ import functools
 import inspect
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,17 +175,21 @@ class TorchSide:
         root = next(m for m in self.model.modules() if hasattr(m, "config") and hasattr(m, "forward"))
         return "cache" if "cache" in inspect.signature(inspect.unwrap(root.forward)).parameters else "past_key_values"
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, tensor): stacked experts one by one, parameters only."""
+    def _weights(self, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, tensor): stacked experts one by one, parameters whose own names are wanted only."""
         for raw, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not wanted(plain_name(raw)):
+                continue
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             yield from _unstacked(plain_name(raw), full.detach())
 
     def weight(self, name: str) -> torch.Tensor | None:
         """A parameter or buffer by its checkpoint name, as the model holds it now."""
-        held = dict(self._weights())
-        if name in held:
-            return held[name]
+        expert = re.search(r"^(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight$", name)
+        stacked = expert and f"{expert[1]}.{'down_proj' if expert[2] == 'down' else 'gate_up_proj'}"
+        for held, tensor in self._weights(lambda n: n in (name, stacked)):
+            if held == name:
+                return tensor
         return next((b.detach() for n, b in self.model.named_buffers() if plain_name(n) == name), None)
 
     def parameters(self, node: str) -> Mapping[str, object]:

@@ -248,7 +248,14 @@ def test_unlike_shapes_stay_unattributed():
     assert called(weight(100, 32), weight(128, 32)) == "unattributed"
 
 
-def test_buffers_are_missing_or_stale_only():
+def test_a_twin_that_keeps_its_dtype_does_not_make_a_cast_buffer_swapped():
+    freq = 1.0 / 10000 ** (torch.arange(0, 64, 2) / 64)
+    sides = [{"inv_freq": sketch(one), "original_inv_freq": sketch(freq)} for one in (freq, freq.bfloat16())]
+    [cause] = compare_sketches(*sides, "buffers")
+    assert cause.name == "buffers/dtype"
+
+
+def test_buffers_are_missing_or_stale_or_cast():
     freq = 1.0 / 10000 ** (torch.arange(0, 64, 2) / 64)
     half = {"inv_freq": sketch(freq)}
     [cause] = compare_sketches(half, {"inv_freq": sketch(freq / 8)}, "buffers")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerogap.diagnose.verdict import UNATTRIBUTED, Cause
+from zerogap.diagnose.verdict import SUBJECTS, UNATTRIBUTED, Cause
 from zerogap.errors import ConfigError
 
 NUM_SAMPLES = 256
@@ -193,14 +193,15 @@ def compare_sketches(all_a: Mapping[str, Sketch], all_b: Mapping[str, Sketch], s
     """One cause per name that differs, in the order of side A's names, then those that only B has.
 
     Args:
-        subject: `weights`, or `buffers`, whose causes are only `missing` and `stale`.
+        subject: `weights`, or `buffers`, whose causes are only `missing`, `dtype` and `stale`.
     """
     names = [*all_a, *(name for name in all_b if name not in all_a)]
     found = [compare_sketch(name, all_a.get(name), all_b.get(name), all_a, all_b) for name in names]
     causes = [cause for cause in found if cause]
     if subject == "weights":
         return causes
-    return [Cause(subject, c.field if c.field == "missing" else "stale", f"{c.field}: {c.detail}") for c in causes]
+    fields = SUBJECTS["buffers"]
+    return [Cause(subject, c.field if c.field in fields else "stale", f"{c.field}: {c.detail}") for c in causes]
 
 
 def compare_sketch(
@@ -222,10 +223,13 @@ def compare_sketch(
     if (a["constant"], a["nonfinite"] > 0) != (b["constant"], b["nonfinite"] > 0):
         side = "A" if a["constant"] or a["nonfinite"] else "B"
         return Cause("weights", "missing", f"{name}: {side} holds {_what(a if side == 'A' else b)}; it was not loaded")
-    for decide in (_tied, _swapped):
-        if cause := decide(name, a, b, all_a, all_b):
-            return cause
-    return _by_digests(name, a, b) or _by_samples(name, a, b)
+    # by name before by place: a tensor that a side holds twice is not swapped because its twin was stored apart
+    return (
+        _tied(name, a, b, all_a, all_b)
+        or _by_digests(name, a, b)
+        or _swapped(name, a, b, all_a, all_b)
+        or _by_samples(name, a, b)
+    )
 
 
 def _same_values(a: Sketch, b: Sketch) -> bool:

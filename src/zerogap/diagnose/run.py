@@ -1,7 +1,8 @@
 """A diagnosis from two sides to a report: what is cheap and common is ruled out first, numerics last.
 
-All checks run. The first failed one whose causes account for the difference decides the verdict; what else was found is
-listed as further causes. What does not account for it, or could not be tested, never silences a later check.
+All checks run. The first failed one whose causes account for the difference decides the verdict, one that names a
+field before one that does not, and before those that could not be tested; what else was found is listed as further.
+What does not account for it, or could not be tested, never silences a later check.
 """
 
 import time
@@ -28,7 +29,7 @@ from zerogap.diagnose.heat import heat_of
 from zerogap.diagnose.shares import operator_shares, shares
 from zerogap.diagnose.side import RecordedSide, Replacement, Side
 from zerogap.diagnose.trace import Trace, load_trace
-from zerogap.diagnose.verdict import UNKNOWN, Cause, Finding, Verdict
+from zerogap.diagnose.verdict import UNATTRIBUTED, UNKNOWN, Cause, Finding, Verdict
 
 CHECKS: tuple[tuple[str, Callable[[Side, Side, Facts], Finding]], ...] = (
     ("ids", ids.check),
@@ -120,9 +121,11 @@ def decide(findings: Sequence[Finding], facts: Facts) -> Verdict:
     unlike = bool(failed) and failed[0].check == "ids"
     if facts.difference.same and not unlike:
         return Verdict(True, "", None, _unique(c for f in failed for c in f.causes), _same_next(failed))
-    deciding = next((f for f in failed if f.evidence.get("accounts") is True and f.causes), None)
-    if deciding is None:
-        deciding = next((f for f in failed if f.evidence.get("accounts") is None and f.causes), None)
+    named = [f for f in failed if f.causes and f.causes[0].field != UNATTRIBUTED]
+    ranked = [f for f in named if f.evidence.get("accounts") is True]
+    ranked += [f for f in named if f.evidence.get("accounts") is None]
+    ranked += [f for f in failed if f.causes and f.evidence.get("accounts") is True]
+    deciding = ranked[0] if ranked else None
     if deciding is None:
         first = failed[0].check if failed else ""
         further = _unique(c for f in failed for c in f.causes)
@@ -130,7 +133,7 @@ def decide(findings: Sequence[Finding], facts: Facts) -> Verdict:
     cause = deciding.causes[0]
     rest = [*deciding.causes[1:], *(c for f in failed if f is not deciding for c in f.causes)]
     further = tuple(c for c in _unique(rest) if c.name != cause.name and not _follows(c, deciding))
-    known = cause.subject not in ("unattributed",) and cause.field != "unattributed"
+    known = cause.field != UNATTRIBUTED
     step = ADVICE.get(cause.subject, OPERATOR_ADVICE) if known else _needs([deciding, *findings])
     return Verdict(False, deciding.check, cause, further, step)
 

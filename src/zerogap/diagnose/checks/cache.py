@@ -20,11 +20,15 @@ NEEDS = "record the weight version of every token, its position, and how many to
 
 @dataclasses.dataclass(frozen=True)
 class _Fact:
-    """What is suspicious, and of which tokens (bool per sequence of the compared length)."""
+    """What is suspicious, and of which tokens (bool per sequence of the compared length).
+
+    `certain`: never harmless, so that it accounts for the difference where all tokens have it.
+    """
 
     field: str
     text: str
     tokens: tuple[np.ndarray, ...]
+    certain: bool = True
 
 
 def check(a: Side, b: Side, facts: Facts) -> Finding:
@@ -76,7 +80,8 @@ def _versions(one: Trace, other: Trace) -> _Fact | None:
         values = [s.versions for s in trace.sequences if s.versions is not None]
         newest = max((int(v.max()) for v in values if len(v)), default=0)
         mixed.append(newest)
-    stale = _per_token(one, other, lambda x, y, n: _older(x, n, mixed[0]) | _older(y, n, mixed[1]))
+    old = _per_token(one, other, lambda x, y, n: _older(x, n, mixed[0]) | _older(y, n, mixed[1]))
+    stale = tuple(np.logical_or.accumulate(t) for t in old)  # what comes later has read their keys and values
     if _any(stale):
         return _Fact(
             "stale_weights", "tokens were computed with keys and values, or weights, of an older version", stale
@@ -87,7 +92,7 @@ def _versions(one: Trace, other: Trace) -> _Fact | None:
         lambda x, y, n: None if x.versions is None or y.versions is None else x.versions[:n] != y.versions[:n],
     )
     if _any(apart):
-        return _Fact("stale_weights", "the sides name unlike weight versions for the same tokens", apart)
+        return _Fact("stale_weights", "the sides name unlike weight versions for the same tokens", apart, certain=False)
     return None
 
 
@@ -145,7 +150,7 @@ def _accounts(fact: _Fact, difference: Difference) -> bool | None:
         return False
     rest = _elsewhere(fact, difference)
     if not rest.compared.any():
-        return None
+        return True if fact.certain else None
     inside = np.concatenate(fact.tokens) & difference.compared
     if not inside.any():
         return False

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from zerogap.diagnose.bisect import walk
 from zerogap.diagnose.compare import explains
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.replay import within_side
@@ -116,7 +117,7 @@ def _recorded(facts: Facts) -> Finding | None:
 def _failed(found: list[tuple[str, Trial]], facts: Facts) -> Finding:
     before = facts.difference
     which, trial = found[0]
-    accounts = False
+    accounts: bool | None = False
     used: Pass | None = None
     for candidate, kind in found:
         for mine, theirs in _alike(candidate, facts):
@@ -127,6 +128,9 @@ def _failed(found: list[tuple[str, Trial]], facts: Facts) -> Finding:
                 break
         if accounts:
             break
+    if not accounts and (same := _same_operator(found, facts)) is not None:
+        which, trial = same
+        accounts = None
     causes: tuple[Cause, ...] = ()
     if accounts and used is not None:
         causes = within_side(which, used, facts.answers[which], facts)
@@ -140,6 +144,21 @@ def _failed(found: list[tuple[str, Trial]], facts: Facts) -> Finding:
     causes = (*causes, Cause("neighbours", trial.field, text))
     evidence = {"accounts": accounts, "sides": [w for w, _ in found], "before": before.mean}
     return Finding("neighbours", "failed", text, causes, evidence=evidence)
+
+
+def _same_operator(found: list[tuple[str, Trial]], facts: Facts) -> tuple[str, Trial] | None:
+    """A side whose rows change with what its neighbours hold in the very operator that parts the two sides."""
+    first = walk(facts.captured("a"), facts.captured("b"), facts.lengths).first
+    for which, trial in found:
+        if first is None or trial.field != "content":
+            continue
+        passes = [facts.again(which, dataclasses.replace(ask, capture=True)) for ask in (trial.against, trial.ask)]
+        if passes[0] is None or passes[1] is None:
+            continue
+        own = walk(passes[0], passes[1], facts.lengths_of(which)).first
+        if own is not None and own.node == first.node:
+            return which, trial
+    return None
 
 
 def _alike(which: str, facts: Facts) -> Iterator[tuple[Pass | None, Pass | None]]:

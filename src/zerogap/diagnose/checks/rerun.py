@@ -60,11 +60,11 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
 def _unrepeated(found: list[tuple[str, Pass, Difference]], facts: Facts) -> Finding:
     """A record that its own side does not give again, though it repeats itself by now."""
     which, _, between = found[0]
-    accounts = False
+    accounts: bool | None = False
     for side, again, _ in found:
         after = facts.between(again if side == "a" else None, again if side == "b" else None)
         if explains(facts.difference, after):
-            which, accounts = side, True
+            which, accounts = side, None  # a later check may say why
     text = f"side {which.upper()}'s record is not what it computes now: mean |d| {between.mean:.3g}, twice the same"
     cause = Cause("rerun", "nondeterministic", text)
     return Finding("rerun", "failed", text, (cause,), evidence={"accounts": accounts, "rerun": between.mean})

@@ -31,7 +31,7 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
     facts.progress("weights")
     causes, compared = _weights(a, b)
     buffers, compared_buffers = _buffers(a.trace, b.trace)
-    causes += buffers
+    causes += [c for c in buffers if _tensor(c) not in {_tensor(known) for known in causes}]
     compared += compared_buffers
     if not compared and not causes:
         return Finding("weights", "not checked", "no weight is known on both sides", needs=NEEDS)
@@ -130,11 +130,12 @@ def _by_config(model: Mapping[str, Any]) -> list[str]:
 
 def _buffers(a: Trace, b: Trace) -> tuple[list[Cause], int]:
     common = [name for name in a.buffers if name in b.buffers]
-    if not common:
-        return [], 0
-    return compare_sketches({n: a.buffers[n] for n in common}, {n: b.buffers[n] for n in common}, "buffers"), len(
-        common
-    )
+    causes: list[Cause] = []
+    for name in common:  # one by one: buffers of equal values are no mistake
+        for cause in compare_sketches({name: a.buffers[name]}, {name: b.buffers[name]}):
+            field = cause.field if cause.field in SUBJECTS["buffers"] else "stale"
+            causes.append(Cause("buffers", field, cause.detail))
+    return causes, len(common)
 
 
 def _split(causes: list[Cause]) -> list[Cause]:

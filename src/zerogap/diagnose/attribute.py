@@ -20,7 +20,6 @@ CLAIM = 0.99  # least share of elements, of all and of differing ones
 FEW = 8  # with fewer differing elements than this, all of them have to fit
 ROWS, COLUMNS = 64, 1024  # of the sample that decides
 SMALL_ROWS, SMALL_COLUMNS = 12, 32  # of the sample that sorts out
-EXPANDED = 1  # fitting forms per side and turn around which one field is changed
 KEPT = 3  # best forms around which two fields are changed
 
 
@@ -190,34 +189,41 @@ class _Search:
         self.simulator, self.pair = simulator, pair
         self.seen: dict[Variant, tuple[_Fit, _Fit]] = {}
         self.fits: tuple[list[_Fit], list[_Fit]] = ([], [])
+        self.expanded: set[Variant] = set()
         self.any_difference = bool(_differs(pair.large[0].expected, pair.large[1].expected).any())
 
     def run(self) -> None:
-        """Whole forms; one field changed around what fits and around all forms; dear changes; two fields changed."""
+        """Whole forms; one field changed around what fits, then around all forms; then dear changes, and two fields."""
         bases = self._bases()
         self._try(bases)
         if self.pair.alike and not self.any_difference and self._done():
             return
-        expanded: dict[Variant, None] = {}
-        for side in (0, 1, 0, 1):  # around what fits, so that the smallest difference and all alternatives are seen
-            if len(expanded) >= 2 and self._done():
-                break
-            fresh = [f.variant for f in self.best(side) if f.variant not in expanded]
-            for variant in sorted(fresh, key=lambda v: v.opaque)[:EXPANDED]:
-                expanded[variant] = None
-                self._try(self._changes(variant, 1))
+        self._expand(1)
         for variant in bases:
             if self._done():
                 return
-            if variant not in expanded:
-                self._try(self._changes(variant, 1))
+            self._try(self._changes(variant, 1))
+        self._expand(1)
         for side in (0, 1):
-            around = [*expanded, *bases][:2]
+            around = [*(f.variant for s in (0, 1) for f in self.best(s)[:1]), *bases[:2]]
             for variant in around if not self.fits[side] else ():
                 self._try(v for v in self._changes(variant, 2) if self.simulator.cost(v) == 2)
+        self._expand(2)
+        for side in (0, 1):
             for variant in self._nearest(side) if not self.fits[side] else ():
                 if not self.fits[side]:
                     self._try(self._changes(variant, self.simulator.cost(variant)))
+        self._expand(0)
+
+    def _expand(self, cost: int) -> None:
+        """One field changed around what fits, so that the smallest difference and all alternatives are seen."""
+        for side in (0, 1, 0, 1):
+            fresh = [f.variant for f in self.best(side) if f.variant not in self.expanded]
+            for variant in sorted(fresh, key=lambda v: v.opaque)[:1]:
+                if len(self.expanded) >= 2 and self._done():
+                    return
+                self.expanded.add(variant)
+                self._try(self._changes(variant, 0 if self._done() else cost))
 
     def _bases(self) -> list[Variant]:
         found = [v for problem in self.pair.whole for v in self.simulator.bases(problem)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zerogap.diagnose.simulate import attention, elementwise, linear, norm
+from zerogap.diagnose.simulate import attention, elementwise, experts, linear, logprob, norm, rope
 from zerogap.diagnose.simulate.variant import Problem, Variant
 
 
@@ -40,6 +40,11 @@ SIMULATORS: dict[str, Simulator] = {
     "attention": Simulator(
         attention.bases, attention.changes, attention.applies, attention.simulate, attention.cost, attention.sample
     ),
+    "rope": Simulator(rope.bases, rope.changes, rope.applies, rope.simulate, sample=rope.sample),
+    "logprob": Simulator(
+        logprob.bases, logprob.changes, logprob.applies, logprob.simulate, logprob.cost, logprob.sample
+    ),
+    "experts": Simulator(experts.bases, experts.changes, experts.applies, experts.simulate, experts.cost),
     "activation": Simulator(
         elementwise.activation_bases,
         elementwise.activation_changes,

@@ -423,7 +423,7 @@ def _flash(
         keys = max(0, min(width, min(first + size, count) - begin))
         vectors = keys // 16 * 16
         p[:, rows, :vectors] = exp(x[:, rows, :vectors])
-        p[:, rows, vectors:keys] = torch.exp(x[:, rows, vectors:keys])
+        p[:, rows, vectors:keys] = torch.exp(x[:, rows, vectors:keys].double()).to(FP32)  # the C library's
         if vectors:
             head = p[:, rows, :vectors]
             total[:, rows] = arithmetic.halving(arithmetic.lanes(head, torch.ones_like(head), 16, False))

@@ -116,12 +116,15 @@ def _norm(rows, weights, parameters, rules: Numerics) -> torch.Tensor:  # type: 
 
 
 def rope_of(parameters: Mapping[str, object]) -> RopeSpec:
-    """The rotation's facts: `rope` as it is, or plain frequencies of `theta`."""
+    """The rotation's facts: `rope` as it is, or `theta` with the config's `scaling`, if there is any."""
     given = parameters.get("rope")
     if isinstance(given, RopeSpec):
         return given
     theta = _parameter(parameters, "theta")
     assert isinstance(theta, int | float)
+    scaling = parameters.get("scaling")
+    if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        return RopeSpec.from_hf({"rope_parameters": {**scaling, "rope_theta": theta}})
     return RopeSpec(theta=float(theta))
 
 

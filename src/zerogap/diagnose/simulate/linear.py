@@ -116,9 +116,10 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
 def cost(variant: Variant) -> int:
     """0: one product; 1: operands are quantised first; 2: a step of elementwise code for each product."""
     narrow = variant["accumulate"] in ("bf16", "fp16")
-    if narrow or variant["order"] == "pairwise" or variant["primitive"] in ("tensor core", "mul+add"):
+    if narrow or variant["order"] == "pairwise" or variant["primitive"] == "tensor core":
         return 2
-    return int(variant["operands"].startswith("e4m3"))
+    dear = variant["operands"].startswith("e4m3") or variant["accumulate"].endswith("parts")
+    return int(dear or variant["primitive"] == "mul+add")
 
 
 def _applies(variant: Variant, problem: Problem) -> bool:

@@ -230,7 +230,7 @@ class _Search:
         return list(dict.fromkeys(found))
 
     def _changes(self, variant: Variant, cost: int) -> Iterator[Variant]:
-        for problem in self.pair.whole if not self.pair.alike else self.pair.whole[:1]:
+        for problem in self.pair.whole:  # both: some changes are read off a side's rows
             yield from (v for v in self.simulator.changes(variant, problem) if self.simulator.cost(v) <= cost)
 
     def _done(self) -> bool:

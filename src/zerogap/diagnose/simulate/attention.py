@@ -5,32 +5,34 @@ order       chain (products by zerogap's kernel, sums of P over sixteen lanes); 
 primitive   contract exp, torch exp, exp2 (of scores times log2 e); FLASH (torch's fast exp, one reciprocal at the end)
 split       1; `spans of N` (keys from absolute position 0), `N parts` (of each sequence): unnormalised states merged
             ascending; `..., normalised`: each part's output by its log-sum-exp
-operands    stored, fp16, tf32; `e4m3 keys and values` (per token and head), `..., one scale`
+operands    stored, fp16, tf32; `e4m3 keys and values`
 accumulate  fp32; `bf16 parts` (outputs of parts are rounded); bf16 (the state is rounded after every block)
 rounding    what is rounded to the storage dtype on the way: none; P; normalised P; `scores and ...`;
                 `scaled scores and ...`
 output      bf16, fp16, fp32
 formula     softmax; softcap C; key heads interleaved; `sink` (one more key with score 0)
-scale       scores; queries (rounded); queries in FP32; 1, 1/D, twice, half (wrong factors)
+scale       scores; queries (rounded); queries in FP32; 1, 1/D, twice, half, 1/sqrt(N), times F (wrong factors; N and F
+            as the rows show them); of E4M3 keys and values, by token and head if nothing is said:
+            `..., cache scale N`,
+            `..., cache scale of all`, `..., cache scales pow2`
 block       N keys (online softmax); all keys
 mask        causal; sees the next; misses itself; none; window of N
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from zerogap.diagnose.simulate import arithmetic, dots
-from zerogap.diagnose.simulate.arithmetic import FP32, fma, quantise_e4m3, round_to
+from zerogap.diagnose.simulate.arithmetic import FP32, quantise_e4m3, round_to
 from zerogap.diagnose.simulate.contract import contract_output
+from zerogap.diagnose.simulate.softmax import FLASH, by_logsumexp, merge, product, span, spans
 from zerogap.diagnose.simulate.variant import LIBRARY, WHOLE, Problem, Variant
+from zerogap.numerics import DType, preset
 
 MATMUL = f"{LIBRARY} torch.matmul"
 SDPA = f"{WHOLE} scaled_dot_product_attention"
 EAGER = "scores, scaled scores and normalised P"
-LOG2E = 1.4426950408889634
-FLASH = "torch flash exp"
 BLOCKS = (16, 32, 64, 128, 256, 512)
 
 
@@ -101,8 +103,14 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         if count <= longest // 2:
             yield variant.but(split=f"{count} parts")
             yield variant.but(split=f"{count} parts, normalised")
-    for scale in ("scores", "queries", "queries in FP32", "1", "1/D", "twice", "half", "squared"):
+    for scale in ("scores", "queries", "queries in FP32", "1", "1/D", "twice", "half", "squared", *_factors(problem)):
         yield variant.but(scale=scale)
+    for cached in (*(f"scale {n}" for n in (1, 0.5, 2)), "scale of all", "scales pow2"):
+        yield variant.but(
+            operands="e4m3 keys and values", scale=f"{variant['scale'].split(', cache')[0]}, cache {cached}"
+        )
+    for size in _windows(variant, problem):
+        yield variant.but(mask=f"window of {size}")
     for mask in (
         "causal",
         "sees the next",
@@ -119,10 +127,55 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(order=order)
     for accumulate in ("fp32", "bf16", "bf16 parts"):
         yield variant.but(accumulate=accumulate)
-    for operands in ("stored", "fp16", "tf32", "bf16", "e4m3 keys and values", "e4m3 keys and values, one scale"):
+    for operands in ("stored", "fp16", "tf32", "bf16", "e4m3 keys and values"):
         yield variant.but(operands=operands)
     for output in ("bf16", "fp16", "fp32"):
         yield variant.but(output=output)
+
+
+def _factors(problem: Problem) -> list[str]:
+    """Factors of the scores that the rows themselves show, where they are not the usual one.
+
+    The second row of a sequence mixes two values by p and 1 - p, and log(p / (1 - p)) is the factor times the
+    difference of two dot products.
+    """
+    found = sizes(problem)
+    if found is None:
+        return []
+    slopes, first = [], 0
+    for length in found.lengths:
+        if length > 1:
+            q, k, v = _heads(problem, found, list(range(found.heads)), first, 2)
+            out = problem.out[first + 1].unflatten(0, (-1, found.dim)).double()
+            apart = (v[:, 0] - v[:, 1]).double()
+            p = ((out - v[:, 1].double()) * apart).sum(-1) / (apart * apart).sum(-1).clamp_min(1e-9)
+            dots_ = (q[:, 1].double() * (k[:, 0] - k[:, 1]).double()).sum(-1)
+            usable = (p > 0.02) & (p < 0.98) & (dots_.abs() > 0.1 * dots_.abs().amax())
+            slopes += (torch.log(p / (1 - p)) / dots_)[usable].tolist()
+        first += length
+    slope = sorted(slopes)[len(slopes) // 2] if slopes else 0.0
+    if slope <= 0 or abs(slope / found.scale - 1) < 0.01:
+        return []
+    names = [f"times {round(slope / found.scale, n):g}" for n in (1, 2)]
+    width = slope**-2
+    near = [n for n in range(1, 4097) if abs(n / width - 1) < 0.06 and (n % 8 == 0 or n < 8)]
+    return [*names, *(f"1/sqrt({n})" for n in sorted(near, key=lambda n: abs(n - width))[:6])]
+
+
+def _windows(variant: Variant, problem: Problem) -> list[int]:
+    """Lengths of a sliding window that the rows show: where a causal mask no longer gives them."""
+    found = sizes(problem)
+    if found is None or variant["mask"] != "causal" or not applies(variant, problem):
+        return []
+    wrong = (simulate(variant, problem) != problem.cut(problem.out)).any(1)
+    starts, first = [], 0
+    for length in found.lengths:
+        rows = wrong[first : first + length]
+        if rows.any():
+            starts.append(int(rows.float().argmax()))
+        first += length
+    firsts = sorted(set(starts))[:2]
+    return [n for n in firsts if 0 < n < max(found.lengths)]
 
 
 def applies(variant: Variant, problem: Problem) -> bool:
@@ -135,6 +188,8 @@ def applies(variant: Variant, problem: Problem) -> bool:
     if variant["order"] == SDPA:
         keep = ("order", "mask", "formula", "scale")
         return variant == whole or all(v == w for (n, v), (_, w) in zip(variant.fields, whole.fields) if n not in keep)
+    if ", cache" in variant["scale"] and not variant["operands"].startswith("e4m3"):
+        return False
     if problem.storage == "fp32" and variant["rounding"] not in ("P", "normalised P"):
         return False
     if variant["primitive"] == FLASH and (variant["order"] != "chain" or "normalised" in variant["rounding"]):
@@ -188,6 +243,14 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     if variant == bases(problem)[0] and variant["output"] == problem.recorded:
         exact = problem.whole(("attention", "contract"), lambda: _contract(problem, found))
         return round_to(exact, variant["output"])
+    contract = bases(problem)[0].but(operands="e4m3 keys and values", scale=variant["scale"])
+    if (
+        variant == contract
+        and variant["scale"] in ("scores", "scores, cache scales pow2")
+        and problem.storage == "bf16"
+    ):
+        power = variant["scale"].endswith("pow2")
+        return problem.whole(("attention", "fp8", power), lambda: _contract(problem, found, True, power))
     if variant["order"] == SDPA and variant == bases(problem)[2]:
         return problem.whole(("attention", SDPA), lambda: _sdpa(problem, found))
     heads = (problem.columns // found.dim).unique().tolist()
@@ -217,9 +280,11 @@ def _heads(
     return parts[0][heads], parts[1][picked], parts[2][picked]
 
 
-def _contract(problem: Problem, found: Sizes) -> torch.Tensor:
+def _contract(problem: Problem, found: Sizes, fp8: bool = False, power: bool = False) -> torch.Tensor:
     sizes = {"num_heads": found.heads, "num_kv_heads": found.kv_heads, "head_dim": found.dim, "scale": found.scale}
-    numerics = "bf16" if problem.storage == "bf16" else "fp32"
+    numerics = preset("bf16" if problem.storage == "bf16" else "fp32")
+    if fp8:
+        numerics = preset("bf16", kv=DType.FP8, kv_scale="per_token_head", scale_format="pow2" if power else "fp32")
     return contract_output("attention", problem.inputs, {}, {**sizes, "lengths": list(found.lengths)}, numerics)
 
 
@@ -239,37 +304,21 @@ def _sdpa(problem: Problem, found: Sizes) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------- one sequence
 
 
-def _product(x: torch.Tensor, w: torch.Tensor, order: str, storage: str, rounded: bool) -> torch.Tensor:
-    """[H, M, K] times [H, N, K]: FP32 [H, M, N]; `rounded`: to the storage dtype, as a library's narrow product is."""
-    if order == "chain":
-        dtype = torch.bfloat16 if storage == "bf16" and _is_bf16(x) and _is_bf16(w) else FP32
-        found = torch.stack([dots.native(a.to(dtype), b.to(dtype)) for a, b in zip(x, w)])
-        return round_to(found, storage) if rounded else found
-    if rounded and storage != "fp32":
-        narrow = arithmetic.DTYPES[storage]
-        return torch.matmul(x.to(narrow)[None], w.to(narrow)[None].transpose(-1, -2))[0].to(FP32)
-    return torch.matmul(x.to(FP32), w.to(FP32).transpose(-1, -2))
-
-
-def _is_bf16(x: torch.Tensor) -> bool:
-    return x.dtype == torch.bfloat16 or bool((x == x.to(torch.bfloat16).to(x.dtype)).all())
-
-
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> tuple[torch.Tensor, ...]:
     name = variant["operands"]
     if name == "stored":
         return q, k, v
     if name.startswith("e4m3"):
-        one = name.endswith("one scale")
+        how = variant["scale"].partition(", cache ")[2]
 
         def coded(t: torch.Tensor) -> torch.Tensor:
             value = t.to(FP32)
-            amax = (
-                value.abs().amax().expand(value.shape)
-                if one
-                else value.abs().amax(-1, keepdim=True).expand(value.shape)
-            )
-            grid, scales = quantise_e4m3(value, amax, 448.0, False)
+            amax = value.abs().amax(-1, keepdim=True).expand(value.shape)
+            if how == "scale of all":
+                amax = value.abs().amax().expand(value.shape)
+            elif how.startswith("scale "):
+                amax = torch.full_like(value, 448.0 * float(how.split()[1]))
+            grid, scales = quantise_e4m3(value, amax, 448.0, how.endswith("pow2"))
             return (grid * scales).to(t.dtype)
 
         return q, coded(k), coded(v)
@@ -279,21 +328,27 @@ def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Varian
 def _scores(q: torch.Tensor, k: torch.Tensor, variant: Variant, storage: str, scale: float) -> torch.Tensor:
     """Scaled scores [H, T, S], FP32, not masked."""
     dim = q.shape[-1]
-    where, rounding = variant["scale"], variant["rounding"]
+    where, rounding = variant["scale"].split(", cache")[0], variant["rounding"]
     factors = {"1": 1.0, "1/D": 1 / dim, "twice": 2 * scale, "half": scale / 2, "squared": scale * scale}
     factor = factors.get(where, scale)
+    if where.startswith("times"):
+        factor = scale * float(where.split()[1])
+    elif where.startswith("1/sqrt"):
+        factor = float(where[7:-1]) ** -0.5
     if where.startswith("queries"):
         scaled = q.to(FP32) * factor
         q = scaled if where.endswith("FP32") else round_to(scaled, storage).to(q.dtype)
         factor = 1.0
-    scores = _product(q, k, variant["order"], storage, rounding.startswith("scores"))
+    scores = product(q, k, variant["order"], storage, rounding.startswith("scores"))
     if factor != 1.0:
         scores = scores * torch.tensor(factor, dtype=FP32)
     if "scaled scores" in rounding:
         scores = round_to(scores, storage)
     if variant["formula"].startswith("softcap"):
         cap = float(variant["formula"].split()[1])
-        scores = cap * torch.tanh(scores / cap)
+        step = storage if "scaled scores" in rounding else "fp32"  # an eager stack rounds here, too
+        scores = round_to(torch.tanh(round_to(scores / cap, step)), step) * cap
+        scores = round_to(scores, step)
     return scores
 
 
@@ -311,25 +366,6 @@ def _visible(count: int, mask: str) -> torch.Tensor:
     return key <= query
 
 
-def _exp(x: torch.Tensor, primitive: str) -> torch.Tensor:
-    if primitive == "contract exp":
-        return arithmetic.exp(x.clamp_max(0))
-    if primitive == FLASH:
-        return torch.exp(x)
-    if primitive == "exp2":
-        return torch.exp2(x * torch.tensor(LOG2E, dtype=FP32))
-    return torch.exp(x)
-
-
-@dataclasses.dataclass
-class _State:
-    """Maximum [H, T], sum [H, T] and unnormalised output [H, T, D] so far."""
-
-    m: torch.Tensor
-    l: torch.Tensor
-    o: torch.Tensor
-
-
 def _sequence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, storage: str, scale: float
 ) -> torch.Tensor:
@@ -341,117 +377,16 @@ def _sequence(
     scores = torch.where(visible, scores, float("-inf"))
     if "normalised P" in variant["rounding"] and variant["split"] == "1":
         p = torch.softmax(scores, -1)
-        out = _product(round_to(p, storage), v.transpose(-1, -2), variant["order"], storage, True)
+        out = product(round_to(p, storage), v.transpose(-1, -2), variant["order"], storage, True)
         return round_to(out, variant["output"])
-    states = [_span(scores, v, visible, begin, end, variant, storage) for begin, end in _spans(variant["split"], count)]
+    states = [span(scores, v, visible, begin, end, variant, storage) for begin, end in spans(variant["split"], count)]
     if variant["split"].endswith("normalised"):
-        out = _by_logsumexp(states, variant)
+        out = by_logsumexp(states, variant)
     else:
         merged = states[0]
         for state in states[1:]:
-            merged = _merge(merged, state, variant)
+            merged = merge(merged, state, variant)
         out = merged.o / merged.l[..., None]
         if variant["primitive"] == FLASH:
             out = merged.o * (1 / merged.l)[..., None]
     return round_to(out, variant["output"])
-
-
-def _spans(split: str, count: int) -> list[tuple[int, int]]:
-    words = split.replace(",", "").split()
-    if split == "1":
-        return [(0, count)]
-    size = int(words[2]) if words[0] == "spans" else -(-count // int(words[0]))
-    return [(i, min(i + size, count)) for i in range(0, count, size)]
-
-
-def _span(
-    scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, begin: int, end: int, variant: Variant, storage: str
-) -> _State:
-    """The state after keys begin .. end - 1; rows that see none of them have maximum -inf, sum and output 0."""
-    block = end - begin if variant["block"] == "all keys" else int(variant["block"].split()[0])
-    rows = scores.shape[:2]
-    state = _State(torch.full(rows, float("-inf")), torch.zeros(rows), torch.zeros(*rows, v.shape[-1]))
-    if variant["formula"] == "sink" and begin == 0:
-        state.m, state.l = torch.zeros(rows), torch.ones(rows)
-    exact = variant["order"] == "chain"
-    for first in range(begin, end, block):
-        keys = slice(first, min(first + block, end))
-        s, seen = scores[..., keys], visible[:, keys]
-        m = torch.maximum(state.m, s.amax(-1))
-        safe = torch.where(m.isfinite(), m, 0.0)
-        p = torch.where(seen, _exp(torch.where(seen, s - safe[..., None], 0.0), variant["primitive"]), 0.0)
-        if variant["primitive"] == FLASH:
-            shifted = torch.where(seen, s - safe[..., None], float("-inf"))
-            p, total = _flash(shifted, keys.start, arithmetic.fast_exp if storage == "fp32" else arithmetic.faster_exp)
-        elif exact:
-            total = arithmetic.halving(arithmetic.lanes(p, torch.ones_like(p), 16, False))
-        else:
-            total = p.sum(-1)
-        if "normalised P" in variant["rounding"]:
-            p = p / torch.where(total > 0, total, 1.0)[..., None]
-        kept = round_to(p, storage) if variant["rounding"].endswith("P") else p
-        product = _product(kept, v[:, keys].transpose(-1, -2), variant["order"], storage, False)
-        alpha = torch.where(state.m.isfinite(), _exp((state.m - safe).clamp_max(0), variant["primitive"]), 0.0)
-        live = seen.any(-1)[None].expand(rows)
-        if exact:
-            l, o = fma(state.l, alpha, total), fma(state.o, alpha[..., None].expand_as(product), product)
-        else:
-            l, o = state.l * alpha + total, state.o * alpha[..., None] + product
-        if variant["accumulate"] == "bf16":
-            o = round_to(o, "bf16")
-        state = _State(
-            torch.where(live, m, state.m), torch.where(live, l, state.l), torch.where(live[..., None], o, state.o)
-        )
-    if variant["accumulate"] == "bf16 parts" and not variant["split"].endswith("normalised"):
-        state.o = round_to(state.o, "bf16")
-    return state
-
-
-def _flash(
-    x: torch.Tensor, begin: int, exp: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp and its sum over one block of keys from `begin`, as torch's CPU flash kernel has them.
-
-    Query rows stand in blocks of 32, 64 (from 192 rows on) or 256 (from 768); a block reads keys up to its last row's.
-    Whole vectors of 16 take the fast exp and are summed in lanes, then by halves; the rest takes exp, one by one.
-    """
-    count, width = x.shape[1:]
-    size = 256 if count >= 768 else 64 if count >= 192 else 32
-    p, total = torch.zeros_like(x), torch.zeros(x.shape[:2])
-    for first in range(0, count, size):
-        rows = slice(first, min(first + size, count))
-        keys = max(0, min(width, min(first + size, count) - begin))
-        vectors = keys // 16 * 16
-        p[:, rows, :vectors] = exp(x[:, rows, :vectors])
-        p[:, rows, vectors:keys] = torch.exp(x[:, rows, vectors:keys].double()).to(FP32)  # the C library's
-        if vectors:
-            head = p[:, rows, :vectors]
-            total[:, rows] = arithmetic.halving(arithmetic.lanes(head, torch.ones_like(head), 16, False))
-        for i in range(vectors, keys):
-            total[:, rows] = total[:, rows] + p[:, rows, i]
-    return p, total
-
-
-def _merge(left: _State, right: _State, variant: Variant) -> _State:
-    """`o = fma(o1, a1, o2 * a2)`, and the same for the sums; a side that saw no key changes nothing."""
-    m = torch.maximum(left.m, right.m)
-    one, two = (
-        torch.where(s.m.isfinite(), _exp(torch.where(m.isfinite(), s.m - m, 0.0), variant["primitive"]), 0.0)
-        for s in (left, right)
-    )
-    far = right.o * two[..., None]
-    l = fma(left.l, one, right.l * two)
-    o = fma(left.o, one[..., None].expand_as(far), far)
-    unseen = ~right.m.isfinite()
-    return _State(m, torch.where(unseen, left.l, l), torch.where(unseen[..., None], left.o, o))
-
-
-def _by_logsumexp(states: list[_State], variant: Variant) -> torch.Tensor:
-    """Outputs of parts, each normalised, weighted by exp(lse - largest lse) (flash decoding's second kernel)."""
-    sums = torch.stack([torch.where(s.l > 0, s.m + torch.log(s.l.clamp_min(1e-38)), float("-inf")) for s in states])
-    divided = "normalised P" in variant["rounding"]
-    outs = torch.stack([torch.where(s.l[..., None] > 0, s.o if divided else s.o / s.l[..., None], 0.0) for s in states])
-    if variant["accumulate"] == "bf16 parts":
-        outs = round_to(outs, "bf16")
-    weights = torch.exp(sums - sums.amax(0))
-    return (weights[..., None] * outs).sum(0) / weights.sum(0)[..., None]

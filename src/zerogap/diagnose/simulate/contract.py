@@ -18,7 +18,7 @@ from zerogap.ops.cpu import logprob as native_logprob
 from zerogap.ops.cpu import norm as native_norm
 from zerogap.ops.cpu import rope as native_rope
 from zerogap.ops.handle import WeightHandle
-from zerogap.ops.kv import DenseCodec
+from zerogap.ops.kv import DenseCodec, FP8Codec
 from zerogap.ops.rope import rope_table
 from zerogap.ops.sampling import SamplingRows
 from zerogap.types import ForwardContext, FP8Blocks, SamplingParams, WeightSpec
@@ -162,7 +162,10 @@ def _attention(rows, weights, parameters, rules: Numerics) -> torch.Tensor:  # t
     scale = parameters.get("scale")
     per_sequence = -(-max(lengths) // PAGE)
     table = torch.arange(per_sequence * len(lengths), dtype=torch.int32).view(len(lengths), per_sequence)
-    kv = DenseCodec(kv_heads, dim, rules.storage).allocate(table.numel(), PAGE)
+    codec: DenseCodec | FP8Codec = DenseCodec(kv_heads, dim, rules.storage)
+    if rules.kv is DType.FP8:
+        codec = FP8Codec(kv_heads, dim, rules.kv_scale, rules.scale_format, rules.attention_math)
+    kv = codec.allocate(table.numel(), PAGE)
     context = _context(torch.cat([torch.arange(n) for n in lengths]), lengths, table)
     return attention_op.attention(
         q, k, v, kv, context, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,

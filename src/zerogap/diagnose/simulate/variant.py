@@ -65,6 +65,7 @@ class Variant:
         if "operands" in names:
             pairs = {n: (dict(self.fields).get(n), theirs.get(n)) for n in ("block", "scale")}
             names -= {n for n, pair in pairs.items() if any(str(v).endswith(("none", "stored")) for v in pair)}
+            names -= {n for n, (x, y) in pairs.items() if str(x).split(", cache")[0] == str(y).split(", cache")[0]}
         return frozenset(names)
 
     def differences(self, other: "Variant") -> frozenset[str]:

@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from tests.models_on_disk import quick_start_path, small_tokenizer, tiny_spec, write_gguf
 from zerogap.cli import app
-from zerogap.cli.inspect import as_bytes, ranges
+from zerogap.cli.inspect import as_bytes
 from zerogap.cli.numerics_option import contract_from
 from zerogap.errors import ConfigError
 from zerogap.models.inventory import inventory
+from zerogap.models.words import ranges
 from zerogap.numerics import PRESETS, preset
 from zerogap.weights.random_model import write_random_model
 

@@ -121,6 +121,7 @@ def write_facts(console: Console, json_file: Path | None, facts: Mapping[str, An
 def print_model(console: Console, model: str, source: str, spec: ModelSpec, contract: Numerics) -> None:
     """Family, sizes, contract with every field, leaves."""
     from zerogap.cli.display import print_facts
+    from zerogap.models.words import sizes
 
     fields = ", ".join(f"{key} {_shown(value)}" for key, value in contract.fields().items() if key != "name")
     facts = [
@@ -131,28 +132,6 @@ def print_model(console: Console, model: str, source: str, spec: ModelSpec, cont
         ("leaves", ", ".join(f"{key} {value}" for key, value in leaves(spec, contract).items())),
     ]
     print_facts(console, facts)
-
-
-def sizes(spec: ModelSpec) -> list[str]:
-    """A model's sizes, in words."""
-    rope = spec.rope.kind if spec.rope.kind == "default" else f"{spec.rope.kind} x {spec.rope.factor:g}"
-    words = [f"{spec.num_layers} layers", f"hidden {spec.hidden_size:,}"]
-    if spec.moe is None or spec.moe.dense_layers:
-        where = "" if spec.moe is None else f" (layer {ranges(spec.moe.dense_layers)})"
-        words.append(f"MLP {spec.intermediate_size:,}{where}")
-    if spec.moe is not None:
-        words.append(f"{spec.moe.num_experts} experts of {spec.moe.expert_size:,}, {spec.moe.top_k} per token")
-        if spec.moe.shared_size:
-            words.append(f"shared experts {spec.moe.shared_size:,}")
-    if spec.mla is None:
-        words.append(f"{spec.num_heads} heads / {spec.num_kv_heads} KV heads of {spec.head_dim}")
-    else:
-        parts = spec.mla.sizes
-        words.append(f"{spec.num_heads} heads of {parts.nope} + {parts.rope}, values of {parts.value}")
-        words.append(f"latent {parts.latent}" + ("" if spec.mla.q_rank is None else f", of queries {spec.mla.q_rank}"))
-    words += [f"vocabulary {spec.vocab_size:,}", f"{spec.max_position:,} positions"]
-    words.append(f"RoPE {rope} (theta {spec.rope.theta:g})")
-    return words + [name for name in ("tied", "qkv_bias", "o_bias", "qk_norm") if getattr(spec, name)]
 
 
 def _shown(value: object) -> str:
@@ -177,6 +156,8 @@ def leaves(spec: ModelSpec, contract: Numerics) -> dict[str, int]:
 
 def folded(forms: Sequence[TensorForm], every: bool) -> list[tuple[str, list[TensorForm]]]:
     """(label, tensors) per line of a table: tensors of equal role, shape and reason share one unless `every`."""
+    from zerogap.models.words import ranges
+
     if every:
         return [(form.name, [form]) for form in forms]
     groups: dict[tuple, list[TensorForm]] = {}
@@ -193,17 +174,6 @@ def folded(forms: Sequence[TensorForm], every: bool) -> list[tuple[str, list[Ten
             role = role.replace("*", ranges(experts) if whole else f"({len(group)} of them)")
         lines.append((f"{role}, layer{'s' if len(layers) > 1 else ''} {ranges(layers)}" if layers else role, group))
     return lines
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: `0-3, 5`."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def print_tensors(console: Console, forms: Sequence[TensorForm], every: bool, contract: Numerics) -> None:

@@ -153,6 +153,8 @@ def print_verdict(console: Console, plan: MemoryPlan, place: Place, changes: Seq
         verdict = "fits" if change.fits else f"still {as_bytes(change.total - place.room)} too much"
         words, total = " ".join(change.words), as_bytes(change.total + place.reserved)
         console.print(f"change  {words}: {total}, {verdict}", markup=False, highlight=False, soft_wrap=True)
+    if place.device == "cpu" and any("--devices" in word for change in changes for word in change.words):
+        console.print("note    several devices are arithmetic: this version runs one process", soft_wrap=True)
 
 
 def _short(count: int) -> str:

@@ -7,6 +7,7 @@ from zerogap import env
 from zerogap.config import RunConfig
 from zerogap.models.decoder import Decoder
 from zerogap.models.inventory import inventory
+from zerogap.models.words import sizes
 from zerogap.train.trainer import Trainer
 from zerogap.weights import ModelFiles, sampling_defaults_notice
 
@@ -24,11 +25,7 @@ def run_facts(
     filters = [f"{name} {getattr(rollout, name)}" for name in ("top_k", "top_p", "min_p")]
     facts = [
         ("model", f"{config.model} ({spec.family}, {size:,} parameters)"),
-        (
-            "sizes",
-            f"{spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads / {spec.num_kv_heads} KV "
-            f"heads of {spec.head_dim}, vocabulary {spec.vocab_size:,}",
-        ),
+        ("sizes", ", ".join(sizes(spec))),
         ("numerics", f"{numerics.name}, contract {numerics.fingerprint()}"),
         ("contract", contract),
         ("identity", _identity(trainer)),

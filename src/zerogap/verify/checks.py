@@ -52,7 +52,7 @@ class Tally:
         self.differing += len(wrong)
         if len(wrong) and not self.first:
             at = int(wrong[0])
-            self.first = f"{what}, element {at}: {a.ravel()[at]!r} against {b.ravel()[at]!r}"
+            self.first = f"{what}, element {at}: {a.ravel()[at].item()!r} against {b.ravel()[at].item()!r}"
 
     def values(self, what: str, ours: object, theirs: object) -> None:
         """Compare two plain values."""

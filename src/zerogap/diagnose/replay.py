@@ -19,6 +19,14 @@ from zerogap.diagnose.side import Side
 from zerogap.diagnose.trace import Pass, Trace
 from zerogap.diagnose.verdict import OPERATORS, UNATTRIBUTED, UNKNOWN, Cause
 
+PARAMETERS: Mapping[str, Mapping[str, str]] = {  # kind -> what sides may state unlike -> the field that it is
+    "norm": {"eps": "formula"},
+    "rope": {"theta": "formula", "interleaved": "formula"},
+    "attention": {"scale": "scale", "sliding_window": "mask", "causal": "mask"},
+    "activation": {"activation": "formula"},
+    "router": {"scoring": "formula", "normalise": "formula", "scaling": "scale", "top_k": "formula"},
+    "logprob": {"temperature": "formula"},
+}
 MAX_ROWS = 512  # of an operator that are handed to the search
 
 
@@ -104,19 +112,31 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace) -> Attrib
     rows = _rows(trace, wanted, whole=node.kind in OVER_ROWS)
     given = [_given(node, end, rows) for end in (a, b)]
     (inputs, weights, parameters), (inputs_b, weights_b, parameters_b) = given
-    found = explain(
-        node,
-        node.kind,
-        inputs,
-        weights,
-        parameters,
-        out_a[rows.index],
-        out_b[rows.index],
-        inputs_b=None if alike else inputs_b,
-        weights_b=None if _same_weights(weights, weights_b) else weights_b,
-        parameters_b=parameters_b if not alike else None,
-    )
+    outs = out_a[rows.index], out_b[rows.index]
+    theirs = None if _same_weights(weights, weights_b) else weights_b
+    if not alike:
+        found = explain(
+            node, node.kind, inputs, weights, parameters, *outs,
+            inputs_b=inputs_b, weights_b=theirs, parameters_b=parameters_b,
+        )  # fmt: skip
+        return _in_words(node.name, found)
+    found = explain(node, node.kind, inputs, weights, parameters, *outs, weights_b=theirs)
+    stated = _stated(node.kind, parameters, parameters_b)
+    if found.cause.field == UNATTRIBUTED and stated is not None:
+        key, field = stated
+        own = explain(node, node.kind, inputs, weights, parameters, *outs, weights_b=theirs, parameters_b=parameters_b)
+        if own.same:  # one form gives both sides' bits, each with the side's own value
+            words = f"{node.name}: {key} is {parameters[key]} on A, {parameters_b[key]} on B"
+            found = dataclasses.replace(own, cause=Cause(node.kind, field, words))
     return _in_words(node.name, found)
+
+
+def _stated(kind: str, one: Mapping[str, object], other: Mapping[str, object]) -> tuple[str, str] | None:
+    """(parameter, field of the kind) of the first parameter that both sides state, unlike."""
+    for key, field in PARAMETERS.get(kind, {}).items():
+        if key in one and key in other and one[key] != other[key]:
+            return key, field
+    return None
 
 
 def _given(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from zerogap.diagnose.attribute import Attribution, explain
-from zerogap.diagnose.bisect import OVER_ROWS, Divergence, walk
+from zerogap.diagnose.bisect import OVER_ROWS, Divergence, walk, with_logprobs
 from zerogap.diagnose.compare import recorded_rows
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.findings import Attributed
@@ -106,7 +106,7 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace) -> Attrib
     if node.kind not in OPERATORS:
         return Attributed(node.name, UNKNOWN)
     alike = bool(divergence.equal_inputs.any())
-    out_a, out_b = a.found.boundaries[node.name], b.found.boundaries[node.name]
+    out_a, out_b = (with_logprobs(end.found).boundaries[node.name] for end in (a, b))
     wanted = divergence.equal_inputs if alike else torch.ones_like(divergence.rows)
     wanted = wanted & recorded_rows(out_a) & recorded_rows(out_b)
     rows = _rows(trace, wanted, whole=node.kind in OVER_ROWS)
@@ -146,6 +146,8 @@ def _given(
     inputs = {n: end.found.boundaries[n][rows.index] for n in node.inputs}
     facts: dict[str, object] = dict(end.side.parameters(node.name))
     facts |= {"lengths": rows.lengths, "positions": rows.positions, "ids": rows.ids, "targets": rows.targets}
+    if node.kind == "logprob":
+        facts |= {k: v for k, v in dataclasses.asdict(end.found.definition).items() if v is not None}
     return inputs, weights_of(node, end.side), facts
 
 

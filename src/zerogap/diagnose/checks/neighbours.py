@@ -21,6 +21,7 @@ from zerogap.diagnose.verdict import Cause, Finding
 
 NEEDS = "give a live side, or record the same sequences once alone and once in other company"
 SEED = 6
+SEARCHED = 4  # sequences that are put into other company
 ROUNDS = 3  # of every kind of company
 
 
@@ -68,12 +69,13 @@ def _trials(which: str, facts: Facts) -> Iterator[Trial]:
     """Company, the most specific kinds first."""
     trace = facts.side(which).trace
     path, definition = facts.answers[which].path, facts.answers[which].definition
-    lengths = [len(s.ids) for s in trace.sequences]
+    chosen = _searched(facts)
+    lengths = [len(trace.sequences[i].ids) for i in chosen]
     highest = max(int(s.ids.max()) for s in trace.sequences) + 1
     generator = np.random.default_rng(SEED)
 
     def ask(neighbours: tuple[list[int], ...] = (), batches: tuple[tuple[int, ...], ...] | None = None) -> Ask:
-        each = batches or tuple((i,) for i in range(len(lengths)))
+        each = batches or tuple((i,) for i in chosen)
         return Ask(path, each, neighbours, definition=definition)
 
     def strangers(count: int, length: int) -> tuple[list[int], ...]:
@@ -84,7 +86,7 @@ def _trials(which: str, facts: Facts) -> Iterator[Trial]:
         count = int(generator.integers(1, 4))
         yield Trial("content", ask(strangers(count, shortest)), ask(strangers(count, shortest)))
         yield Trial("content", ask(strangers(count, longest + 3)), ask(strangers(count, longest + 3)))
-    order = tuple(range(len(lengths)))
+    order = tuple(chosen)
     if len(order) > 1:
         yield Trial("row", ask(batches=(order,)), ask(batches=(order[::-1],)))
         yield Trial("row", ask(batches=(order,)), ask(batches=((*order[1:], order[0]),)))
@@ -95,6 +97,16 @@ def _trials(which: str, facts: Facts) -> Iterator[Trial]:
     yield Trial("padding", ask(strangers(2, longest + 17)), ask())
     if len(order) > 1:
         yield Trial("batch_size", ask(batches=(order,)), ask())
+
+
+def _searched(facts: Facts) -> list[int]:
+    """At most `SEARCHED` sequences: the shortest, the longest, and those that differ most."""
+    sequences = facts.a.trace.sequences
+    by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i].ids))
+    difference = facts.difference
+    gaps = [np.nansum(np.abs(y.astype(np.float64) - x)) for x, y in zip(difference.a, difference.b)]
+    by_gap = sorted(range(len(gaps)), key=lambda i: -gaps[i])
+    return sorted(list(dict.fromkeys([by_length[0], by_length[-1], *by_gap, *by_length]))[:SEARCHED])
 
 
 def _recorded(facts: Facts) -> Finding | None:

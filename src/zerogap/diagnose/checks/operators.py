@@ -121,7 +121,7 @@ def _jump(found: Walk) -> Divergence | None:
     start = names.index(first.node.name) if first.node.name in names else len(names)
     best: tuple[float, Divergence] | None = None
     for node in nodes[start + 1 :]:
-        if node.kind in SKIPPED or any(n not in found.distance for n in node.inputs):
+        if node.kind in SKIPPED or any(n not in found.distance for n in (node.name, *node.inputs)):
             continue
         out, before = _typical(found.distance[node.name]), max(_typical(found.distance[n]) for n in node.inputs)
         if out < NOISE or before <= 0.0 or out < JUMP * before:

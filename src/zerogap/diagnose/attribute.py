@@ -293,7 +293,7 @@ def _attribution(search: _Search, kind: str, name: str) -> Attribution:
         words = f"side {known} is reproduced, the other is not" if known else "no form that was tried gives these bits"
         one, two = (_reproduction(fits, fits) if fits else None for fits in found)
         return Attribution(one, two, Cause(kind, UNATTRIBUTED, f"{name}: {words}"), tried=tried)
-    pairs = _smallest(_taken_apart(found[0]), _taken_apart(found[1]))
+    pairs = _smallest(*_taken_apart(found[0], found[1]))
     sets = {left.differences(right) for left, right in pairs}
     left, right = pairs[0]
     field = _field(search, sets, left, right)
@@ -321,10 +321,15 @@ def _smallest(left: list[Variant], right: list[Variant]) -> list[tuple[Variant, 
     return sorted(plain or kept, key=lambda p: p[0].opaque + p[1].opaque)
 
 
-def _taken_apart(fits: list[_Fit]) -> list[Variant]:
-    """The forms without a library's part in them, if there are any; else those that are not a library's whole op."""
-    variants = [f.variant for f in fits]
-    return [v for v in variants if not v.opaque] or [v for v in variants if not v.whole] or variants
+def _taken_apart(left: list[_Fit], right: list[_Fit]) -> tuple[list[Variant], list[Variant]]:
+    """The forms of both sides without a library's part in them, if both have any; else those that are not a library's
+    whole op: a side that only a library's call reproduces is compared with that call on the other side, too."""
+    sides = [[f.variant for f in fits] for fits in (left, right)]
+    plain = [[v for v in variants if not v.opaque] for variants in sides]
+    if plain[0] and plain[1]:
+        return plain[0], plain[1]
+    parts = [[v for v in variants if not v.whole] or variants for variants in sides]
+    return parts[0], parts[1]
 
 
 def _field(search: _Search, sets: set[frozenset[str]], left: Variant, right: Variant) -> str:

@@ -7,7 +7,7 @@ output      bf16, fp16, fp32
 scale       none; of E4M3: fp32, pow2, `fp32, amax 240`; of the head: a factor of the logits
 block       none; of E4M3: `BLOCKS`, of the weight, then of the rows. Ascending sums multiply codes and apply scales
             to sums; torch's product takes de-quantised operands
-formula     plain, no bias, softcap
+formula     plain, no bias, `softcap C`, `softcap C in steps` (rounded at each)
 """
 
 from collections.abc import Hashable, Iterator
@@ -92,7 +92,7 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(output=output)
     for rounding in ("before the bias", "truncated"):
         yield variant.but(rounding=rounding)
-    for formula in ("no bias", "softcap 30", "softcap 50"):
+    for formula in ("no bias", *(f"softcap {cap}{end}" for cap in (15, 20, 30, 50) for end in ("", " in steps"))):
         yield variant.but(formula=formula)
     for order in ("ascending", TORCH):
         for block in BLOCKS:
@@ -212,8 +212,10 @@ def _finished(total: torch.Tensor, bias: torch.Tensor | None, variant: Variant, 
     if bias is not None:
         total = total + bias
     if variant["formula"].startswith("softcap"):
-        cap = float(variant["formula"].split()[-1])
-        total = torch.tanh(total / cap) * cap
+        cap, step = float(variant["formula"].split()[1]), "fp32"
+        if variant["formula"].endswith("in steps"):  # rounded before the division and after every step
+            step = output
+        total = round_to(torch.tanh(round_to(round_to(total, step) / cap, step)), step) * cap
     if variant["scale"].startswith("times"):
         total = total * float(variant["scale"].split()[-1])
     if variant["rounding"] == "truncated":

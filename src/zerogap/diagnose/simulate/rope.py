@@ -3,7 +3,7 @@
 primitive   `FP64 angles, fma` (the contract), `FP32 angles, mul+add` (transformers), `FP32 angles, fma`, ...
 rounding    `once` (FP32 table), `table` (rounded to the storage dtype, products in FP32), `every step` (table and
             each product, too), `every step, FP32 table`, `angles` (to BF16; then every step), `frequencies` (to BF16)
-formula     `halves, theta T`, `neighbours, theta T`; `..., first half of each head`, `..., no scaling`, `..., turned
+formula     `halves, theta T`, `neighbours, theta T`; `..., first F of each head`, `..., no scaling`, `..., turned
             back`
 positions   as given; `one more`, `one less`, `from 0`, `to the end` (0 at a sequence's last row), `times F`
 """
@@ -21,7 +21,8 @@ from zerogap.ops.rope import KINDS, attention_factor, frequencies
 ROUNDINGS = ("once", "table", "every step", "every step, FP32 table", "angles", "frequencies")
 PRIMITIVES = ("FP64 angles, fma", "FP32 angles, mul+add", "FP32 angles, fma", "FP64 angles, mul+add")
 POSITIONS = ("as given", "one more", "one less", "from 0", "to the end", "times 2", "times 0.5", "times 0")
-PARTIAL, UNSCALED, BACK = ", first half of each head", ", no scaling", ", turned back"
+PARTIAL, UNSCALED, BACK = " of each head", ", no scaling", ", turned back"
+PARTS = (0.5, 0.25, 0.75)
 
 
 def _theta(problem: Problem) -> float:
@@ -61,7 +62,7 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
     for base in dict.fromkeys((theta, 1e4, 1e5, 5e5, 1e6, 1e7, theta * 10, theta / 10)):
         for pairing in ("halves", "neighbours"):
             yield variant.but(formula=f"{pairing}, theta {base:g}")
-    for end in (PARTIAL, UNSCALED, BACK):
+    for end in (*(f", first {part}{PARTIAL}" for part in PARTS), UNSCALED, BACK):
         yield variant.but(formula=f"{_pairing(problem)}, theta {theta:g}{end}")
 
 
@@ -89,7 +90,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     dim = int(problem.number("head_dim") or 0)
     heads = problem.inputs[0][problem.rows].to(FP32).unflatten(1, (-1, dim))
     formula = variant["formula"]
-    size = dim // 2 if PARTIAL in formula else dim
+    size = int(float(formula.removesuffix(PARTIAL).split()[-1]) * dim) if formula.endswith(PARTIAL) else dim
     cos, sin = problem.once(("table", variant), lambda: _table(variant, problem, size))
     if BACK in formula:
         sin = -sin

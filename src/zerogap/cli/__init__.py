@@ -7,6 +7,7 @@ from rich.console import Console
 
 from zerogap.cli.audit import audit
 from zerogap.cli.demo import demo
+from zerogap.cli.diagnose import diagnose
 from zerogap.cli.export import export
 from zerogap.cli.generate import generate
 from zerogap.cli.inspect import inspect
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo, train, audit, verify, inspect, generate, export):
+for _command in (demo, train, audit, verify, diagnose, inspect, generate, export):
     app.command()(_command)
 
 

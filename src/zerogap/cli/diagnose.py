@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,10 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zerogap.diagnose.findings import Report
-    from zerogap.diagnose.live import LiveModel
+    from zerogap.diagnose.live import LiveModel, Loaded
     from zerogap.diagnose.side import Side
-    from zerogap.diagnose.terminal import Line
-    from zerogap.diagnose.trace import Trace
     from zerogap.text import Tokenizer
 
 PRECISION, RECALL = 0.95, 0.9  # that the self-test has to reach
@@ -85,24 +82,31 @@ def diagnose(
         Path | None, typer.Option(help="With --self-test: your own fault files instead of the built-in ones.")
     ] = None,
 ) -> None:
-    """Name the cause of a difference between the log-probs of two stacks, with the evidence for it.
+    """Name the cause of a difference between two stacks' log-probs, with evidence.
 
-    Sides are recorded traces (`zg.capture`, the vLLM, TRL, verl and NeMo RL adapters write them) or models that are run
-    now. Cheap and common causes are ruled out first: ids, what a log-prob means, weights, cache, determinism,
-    neighbours, path, layout. Only then is an operator blamed, and a field of its numerics (order, split, rounding, ...)
-    only if the bits of both sides were reproduced. What the data does not show is called unattributed, with what to
-    record next.
+    Sides are recorded traces (zg.capture and the adapters for vLLM, TRL and verl
+    write them) or models that are run now. Cheap and common causes are ruled out
+    first: ids, what a log-prob means, weights, cache, determinism, neighbours,
+    path, layout. Only then is an operator blamed, and a field of its numerics
+    (order, split, rounding ...) only if the bits of both sides were reproduced.
+    What the data does not show is called unattributed, with what to record next.
 
-    \b
     zerogap diagnose rollout-trace trainer-trace --report why
+
     zerogap diagnose rollout-trace transformers:MODEL,dtype=bfloat16
-    zerogap diagnose transformers:MODEL,attn=eager zerogap:MODEL
+
+    zerogap diagnose transformers:MODEL,attn=eager zerogap:MODEL,numerics=bf16
+
     zerogap diagnose transformers:MODEL transformers:MODEL --path generate
-    zerogap diagnose --arrays step_12.npz
+
+    zerogap diagnose --arrays step_12.npz --temperature 0.7
+
     zerogap diagnose --self-test
 
-    The exit code is 0 if nothing differs, 1 if something does, 2 if the input cannot be used. With --self-test it is 0
-    if precision is at least 0.95, recall at least 0.9 and no clean control is blamed.
+    Live sides also take path=whole|decode|chunked|prefix_hit,
+    batch=alone|together and logprobs=raw|processed. Exit code: 0 if nothing
+    differs, 1 if something does, 2 if the input cannot be used; of --self-test 0
+    if precision is at least 0.95, recall at least 0.9 and no control is blamed.
     """
     require_writable(json_file)
     _check_report(report)
@@ -187,31 +191,25 @@ def _sides(
     lead = loaded[0] or loaded[1]
     assert lead is not None, "one side is live"
     definition = definition_for(asked.temperature, traces[0] if traces else None)
-    sampled_by_a = asked.generate
     if traces:
         sequences = list(traces[0].sequences)
     else:
-        sequences = sequences_of(rows, lead.tokenizer, lead.vocabulary)
-        if sampled_by_a:
-            say(f"{lead.asked.name}: sampling completions")
-            wholes = [s.ids if "prompt" in row else s.ids[: s.prompt_length] for s, row in _with_rows(sequences, rows)]
-            sequences = lead.complete(wholes, asked.max_tokens, asked.temperature or 1.0, asked.seed)
+        sequences = sequences_of(rows, lead.tokenizer, lead.vocabulary, complete=asked.generate)
+    if asked.generate:
+        say(f"{lead.asked.name}: sampling completions")
+        prompts = [s.ids for s in sequences]
+        sequences = lead.complete(prompts, asked.max_tokens, asked.temperature or 1.0, asked.seed)
     sides = []
     for i, (recorded, model) in enumerate(zip(parsed, loaded)):
         if isinstance(recorded, Trace) or model is None:
             sides.append(RecordedSide(traces[0]))
         else:
             say(f"{model.asked.name}: computing")
-            sides.append(model.side(sequences, definition, "decode" if sampled_by_a and i == 0 else ""))
+            sides.append(model.side(sequences, definition, "decode" if asked.generate and i == 0 else ""))
     return (sides[0], sides[1]), lead.tokenizer
 
 
-def _with_rows(sequences: list, rows: list) -> list:
-    """Sequences with the rows they come from; built-in texts have none: their first quarters are the prompts."""
-    return list(zip(sequences, rows or [{}] * len(sequences)))
-
-
-def _loaded(asked: LiveModel, scratch: Path, say: Callable[[str], None]):  # noqa: ANN202
+def _loaded(asked: LiveModel, scratch: Path, say: Callable[[str], None]) -> Loaded:
     from zerogap.diagnose.live import Loaded
 
     say(f"loading {asked.name}")

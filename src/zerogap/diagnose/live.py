@@ -1,9 +1,8 @@
 """Live sides by name: a model of transformers or of zerogap, loaded as it stands, over sequences that both sides share.
 
-Sequences come from a file of prompts, from built-in texts, or from the other side's trace. A text is split into prompt
-and completion at its first quarter; with `complete` the completion is sampled by one side instead, and both then score
-the same ids. Log-probs mean what a trainer needs unless asked otherwise: those of the distribution that tokens are drawn
-from.
+Sequences come from a file of prompts, from built-in texts, or from the other side's trace. The first quarter of a text
+counts as its prompt; with `complete` a completion is sampled by one side instead, and both then score the same ids.
+Log-probs mean what a trainer needs unless asked otherwise: those of the distribution that tokens are drawn from.
 """
 
 import dataclasses
@@ -94,7 +93,7 @@ def read_prompts(path: Path) -> list[Row]:
         raise ConfigError("--prompts", str(path), "the file is empty: one prompt per line, or JSONL")
     if path.suffix != ".jsonl":
         return [{"prompt": line} for line in lines]
-    rows = []
+    rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -106,29 +105,39 @@ def read_prompts(path: Path) -> list[Row]:
     return rows
 
 
-def sequences_of(rows: Sequence[Row], tokenizer: Tokenizer | None, vocabulary: int) -> list[SequenceTrace]:
+def sequences_of(
+    rows: Sequence[Row], tokenizer: Tokenizer | None, vocabulary: int, *, complete: bool = False
+) -> list[SequenceTrace]:
     """Token sequences with prompts; no rows: the built-in texts, or random ids where there is no tokenizer.
 
+    Args:
+        complete: completions are still to be sampled: a row is its prompt alone, of a built-in text the first quarter.
+
     Raises:
-        ConfigError: text without a tokenizer, ids out of range, or a sequence of less than two tokens.
+        ConfigError: text without a tokenizer, ids out of range, or a sequence that is too short.
     """
     if not rows and tokenizer is None:
         generator = np.random.default_rng(SEED)
-        return [SequenceTrace(generator.integers(0, vocabulary, n, np.int32), n // 4) for n in RANDOM_LENGTHS]
-    found = [_sequence(row, tokenizer) for row in (rows or [{"prompt": text} for text in TEXTS])]
+        found = [SequenceTrace(generator.integers(0, vocabulary, n, np.int32), n // 4) for n in RANDOM_LENGTHS]
+    else:
+        found = [_sequence(row, tokenizer, complete and bool(rows)) for row in rows or [{"prompt": t} for t in TEXTS]]
+    if complete:
+        found = [SequenceTrace(s.ids[: s.prompt_length], s.prompt_length) for s in found]
     for i, sequence in enumerate(found):
-        if len(sequence.ids) < 2:
+        if len(sequence.ids) < (1 if complete else 2):
             raise ConfigError(f"prompt {i + 1}", sequence.ids.tolist(), "give at least two tokens")
         if sequence.ids.min() < 0 or sequence.ids.max() >= vocabulary:
             raise ConfigError(f"prompt {i + 1}", sequence.ids.tolist()[:8], f"token ids are 0 to {vocabulary - 1}")
     return found
 
 
-def _sequence(row: Row, tokenizer: Tokenizer | None) -> SequenceTrace:
+def _sequence(row: Row, tokenizer: Tokenizer | None, complete: bool) -> SequenceTrace:
     if "ids" in row:
         ids = np.asarray(row["ids"], np.int32)
-        return SequenceTrace(ids, int(row.get("prompt_length", max(1, len(ids) // 4))))
+        return SequenceTrace(ids, int(row.get("prompt_length", len(ids) if complete else max(1, len(ids) // 4))))
     prompt = _ids(row["prompt"], tokenizer, first=True)
+    if complete:
+        return SequenceTrace(prompt, len(prompt))
     if "completion" in row:
         completion = _ids(row["completion"], tokenizer, first=False)
         return SequenceTrace(np.concatenate([prompt, completion]), len(prompt))
@@ -191,7 +200,7 @@ class Loaded:
             source = str(self.source)
             return TorchSide(self._model, sequences, self.asked.name, definition, source, path=path, batches=batches)
         prompts = [max(1, s.prompt_length) for s in sequences]
-        ids = [s.ids for s in sequences]
+        ids = [s.ids.tolist() for s in sequences]
         return ZerogapSide(
             self._decoder,
             ids,
@@ -203,8 +212,10 @@ class Loaded:
             source=self.asked.model,
         )
 
-    def complete(self, prompts: Sequence[np.ndarray], max_tokens: int, temperature: float, seed: int) -> list[Any]:
-        """Sample one completion for each prompt; [SequenceTrace] that end with an end-of-sequence token or full."""
+    def complete(
+        self, prompts: Sequence[np.ndarray], max_tokens: int, temperature: float, seed: int
+    ) -> list[SequenceTrace]:
+        """Sample one completion for each prompt; they end with an end-of-sequence token or full."""
         if self._decoder is not None:
             engine = Engine(self._decoder, self.tokenizer)
             params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
@@ -239,7 +250,7 @@ class Loaded:
 
 
 class _Draw(transformers.LogitsProcessor):
-    """The largest of logits / temperature plus Gumbel noise is a draw at that temperature; the noise has its own seed."""
+    """Gumbel noise on logits / temperature: the largest is then a draw at that temperature. It has its own seed."""
 
     def __init__(self, temperature: float, seed: int) -> None:
         self._temperature, self._generator = temperature, torch.Generator().manual_seed(seed)
@@ -255,8 +266,8 @@ def definition_for(temperature: float | None, other: Trace | None = None) -> Def
     if temperature is None and other is not None:
         recorded = other.recorded.definition
         if recorded.temperature not in (None, 1.0) or recorded.processed:
-            filters = {"top_k": recorded.top_k or 0, "top_p": recorded.top_p or 1.0, "min_p": recorded.min_p or 0.0}
-            return Definition(recorded.temperature or 1.0, True, **filters)
+            kept = recorded.top_k or 0, recorded.top_p or 1.0, recorded.min_p or 0.0
+            return Definition(recorded.temperature or 1.0, True, *kept)
     if temperature is None or temperature == 1.0:
         return RAW
     return Definition(temperature, True, 0, 1.0, 0.0)

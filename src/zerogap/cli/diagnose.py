@@ -199,7 +199,7 @@ def _sides(
         say(f"{lead.asked.name}: sampling completions")
         prompts = [s.ids for s in sequences]
         sequences = lead.complete(prompts, asked.max_tokens, asked.temperature or 1.0, asked.seed)
-    sides = []
+    sides: list[Side] = []
     for i, (recorded, model) in enumerate(zip(parsed, loaded)):
         if isinstance(recorded, Trace) or model is None:
             sides.append(RecordedSide(traces[0]))

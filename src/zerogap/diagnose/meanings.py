@@ -104,6 +104,10 @@ FRAMEWORK_MEANINGS: Mapping[str, Meaning] = {
         "a buffer has other values on the two sides",
         "send buffers with the weights after every update",
     ),
+    "buffers/dtype": Meaning(
+        "a buffer holds the same values rounded to another dtype (rotary frequencies cast with the model, say)",
+        "keep buffers in FP32 when the model is cast, on both sides",
+    ),
     "cache/stale_weights": Meaning(
         "keys and values of older weights were used after an update",
         "drop the prefix cache and abort or recompute running requests when weights change",

@@ -20,17 +20,62 @@ if TYPE_CHECKING:
 
     from zerogap.diagnose.findings import Report
     from zerogap.diagnose.live import LiveModel, Loaded
-    from zerogap.diagnose.side import Side
+    from zerogap.diagnose.side import Replacement, Side
     from zerogap.text import Tokenizer
 
 PRECISION, RECALL = 0.95, 0.9  # that the self-test has to reach
 STYLES = {"head": "bold", "good": "green", "bad": "red", "open": "yellow", "soft": "dim", "": ""}
 
 
+A = Annotated[
+    str | None, typer.Argument(help="The reference or rollout: a trace's folder, transformers:MODEL or zerogap:MODEL.")
+]
+B = Annotated[str | None, typer.Argument(help="The other side, in the same words.")]
+ARRAYS = Annotated[
+    Path | None,
+    typer.Option(help="Instead of A and B: one .npz, .parquet or .jsonl file with ids and two log-prob arrays."),
+]
+NEMO_RL = Annotated[
+    Path | None, typer.Option("--nemo-rl", help="Instead of A and B: a train_data_step*.jsonl of NeMo RL.")
+]
+PROMPTS = Annotated[
+    Path | None,
+    typer.Option(
+        help="What live sides compute: one prompt per line, or .jsonl with `prompt` (text, messages or ids) and "
+        "perhaps `completion`, or `ids` and `prompt_length`. Default: built-in texts."
+    ),
+]
+PATH = Annotated[
+    str,
+    typer.Option(
+        help="text: both sides score the given texts. generate: A samples completions of the prompts (token by "
+        "token) and both sides score those."
+    ),
+]
+MAX_TOKENS = Annotated[int, typer.Option(min=1, help="Most completion tokens, with --path generate.")]
+TEMPERATURE = Annotated[
+    float | None,
+    typer.Option(min=0.01, help="Of sampling; log-probs are then of that distribution. Default: 1, or the trace's."),
+]
+SEED = Annotated[int, typer.Option(min=0, help="Of the sampled completions.")]
+REPORT = Annotated[Path | None, typer.Option(help="Write report.html and report.json to this folder.")]
+JSON = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
+SELF_TEST = Annotated[
+    bool, typer.Option("--self-test", help="Diagnose planted faults and clean controls, and score the verdicts.")
+]
+FAULTS = Annotated[
+    Path | None, typer.Option(help="With --self-test: your own fault files instead of the built-in ones.")
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What live sides compute: options of the command."""
+    """Where the two sides come from, and what live ones compute: options of the command."""
 
+    a: str | None
+    b: str | None
+    arrays: Path | None
+    nemo_rl: Path | None
     prompts: Path | None
     generate: bool
     max_tokens: int
@@ -39,48 +84,19 @@ class Asked:
 
 
 def diagnose(
-    a: Annotated[
-        str | None,
-        typer.Argument(help="The reference or rollout: a trace's folder, transformers:MODEL or zerogap:MODEL."),
-    ] = None,
-    b: Annotated[str | None, typer.Argument(help="The other side, in the same words.")] = None,
-    arrays: Annotated[
-        Path | None,
-        typer.Option(help="Instead of A and B: one .npz, .parquet or .jsonl file with ids and two log-prob arrays."),
-    ] = None,
-    nemo_rl: Annotated[
-        Path | None, typer.Option("--nemo-rl", help="Instead of A and B: a train_data_step*.jsonl of NeMo RL.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="What live sides compute: one prompt per line, or .jsonl with `prompt` (text, messages or ids) and "
-            "perhaps `completion`, or `ids` and `prompt_length`. Default: built-in texts."
-        ),
-    ] = None,
-    path: Annotated[
-        str,
-        typer.Option(
-            help="text: both sides score the given texts. generate: A samples completions of the prompts (token by "
-            "token) and both sides score those."
-        ),
-    ] = "text",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most completion tokens, with --path generate.")] = 32,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01, help="Of sampling; log-probs are then of that distribution. Default: 1, or the trace's."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampled completions.")] = 0,
-    report: Annotated[Path | None, typer.Option(help="Write report.html and report.json to this folder.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
-    self_test: Annotated[
-        bool, typer.Option("--self-test", help="Diagnose planted faults and clean controls, and score the verdicts.")
-    ] = False,
-    faults: Annotated[
-        Path | None, typer.Option(help="With --self-test: your own fault files instead of the built-in ones.")
-    ] = None,
+    a: A = None,
+    b: B = None,
+    arrays: ARRAYS = None,
+    nemo_rl: NEMO_RL = None,
+    prompts: PROMPTS = None,
+    path: PATH = "text",
+    max_tokens: MAX_TOKENS = 32,
+    temperature: TEMPERATURE = None,
+    seed: SEED = 0,
+    report: REPORT = None,
+    json_file: JSON = None,
+    self_test: SELF_TEST = False,
+    faults: FAULTS = None,
 ) -> None:
     """Name the cause of a difference between two stacks' log-probs, with evidence.
 
@@ -121,6 +137,22 @@ def diagnose(
     if self_test:
         _self_test(console, faults, json_file)
         return
+    asked = Asked(a, b, arrays, nemo_rl, prompts, path == "generate", max_tokens, temperature, seed)
+    found = _run(console, asked)
+    _show(console, found)
+    if json_file is not None:
+        from zerogap.diagnose.report import write_json
+
+        console.print(f"results: {write_json(found, json_file)}", soft_wrap=True)
+    if report is not None:
+        from zerogap.diagnose.report import write_report
+
+        console.print(f"report: {write_report(found, report)}", soft_wrap=True)
+    if not found.verdict.same:
+        raise typer.Exit(1)
+
+
+def _run(console: Console, asked: Asked) -> Report:
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(console.status("reading")) if console.is_terminal else None
 
@@ -128,24 +160,11 @@ def diagnose(
             if status is not None:
                 status.update(text)
 
-        if a is None or b is None:
-            sides, tokenizer = _recorded(arrays, nemo_rl, temperature), None
-        else:
-            asked = Asked(prompts, path == "generate", max_tokens, temperature, seed)
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zerogap-diagnose-")))
-            sides, tokenizer = _sides(a, b, asked, scratch, say)
-        found = _diagnosed(sides, tokenizer, say)
-    _show(console, found)
-    if json_file is not None:
-        from zerogap.diagnose.report import write_json
-
-        console.print(f"results: {write_json(found, json_file)}")
-    if report is not None:
-        from zerogap.diagnose.report import write_report
-
-        console.print(f"report: {write_report(found, report)}")
-    if not found.verdict.same:
-        raise typer.Exit(1)
+        if asked.a is None or asked.b is None:
+            return _diagnosed(_recorded(asked), None, say)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zerogap-diagnose-")))
+        sides, tokenizer = _sides(asked.a, asked.b, asked, scratch, say)
+        return _diagnosed(sides, tokenizer, say)
 
 
 def _check_report(folder: Path | None) -> None:
@@ -153,21 +172,21 @@ def _check_report(folder: Path | None) -> None:
         raise ConfigError("--report", str(folder), "it is a file; name a folder")
 
 
-def _recorded(arrays: Path | None, nemo_rl: Path | None, temperature: float | None) -> tuple[Side, Side]:
+def _recorded(asked: Asked) -> tuple[Side, Side]:
     from zerogap.diagnose.adapters.arrays import load_arrays
     from zerogap.diagnose.adapters.nemo_rl import load_nemo_rl
     from zerogap.diagnose.side import RecordedSide
     from zerogap.diagnose.trace import Definition
 
-    definition = None if temperature is None else Definition(temperature=temperature)
-    file = arrays or nemo_rl
+    definition = None if asked.temperature is None else Definition(temperature=asked.temperature)
+    option, file = ("--arrays", asked.arrays) if asked.arrays else ("--nemo-rl", asked.nemo_rl)
     assert file is not None, "one of the two was given"
+    if not file.is_file():
+        raise ConfigError(option, str(file), "there is no such file")
     try:
-        if not file.is_file():
-            raise ConfigError("--arrays" if arrays else "--nemo-rl", str(file), "there is no such file")
-        pair = load_arrays(file, definition) if arrays else load_nemo_rl(file, definition)
+        pair = load_arrays(file, definition) if asked.arrays else load_nemo_rl(file, definition)
     except CheckpointError as error:
-        raise ConfigError("--arrays" if arrays else "--nemo-rl", str(file), str(error)) from error
+        raise ConfigError(option, str(file), str(error)) from error
     return RecordedSide(pair[0]), RecordedSide(pair[1])
 
 
@@ -223,10 +242,24 @@ def _diagnosed(sides: tuple[Side, Side], tokenizer: Tokenizer | None, say: Calla
     from zerogap.diagnose.report import with_texts
     from zerogap.diagnose.run import diagnose as run
 
-    found = run(*sides, progress=say)
+    found = run(*sides, progress=say, replacements=_replacements(*sides))
     if tokenizer is None:
         return found
     return with_texts(found, sides[0].trace, tokenizer.decode)
+
+
+def _replacements(a: Side, b: Side) -> dict[str, dict[str, Replacement]]:
+    """What a live torch side computes with instead to tell operators' shares: the other side's contract."""
+    from zerogap.diagnose.adapters.contract_ops import contract_replacements
+    from zerogap.diagnose.adapters.torch_side import TorchSide
+    from zerogap.diagnose.zerogap_side import ZerogapSide
+
+    for which, side, other in (("a", a, b), ("b", b, a)):
+        if isinstance(side, TorchSide) and isinstance(other, ZerogapSide):
+            meant = other.trace.recorded.definition
+            temperature = 1.0 if not meant.processed else meant.temperature or 1.0
+            return {which: contract_replacements(side, other.decoder.numerics, temperature)}
+    return {}
 
 
 def _show(console: Console, report: Report) -> None:

@@ -13,6 +13,7 @@ from zerogap.diagnose.verdict import UNATTRIBUTED, Finding
 WIDTH = 112
 TOKENS = 5  # worst tokens that are shown
 ATTRIBUTED = 4  # operators whose forms are shown
+ALTERNATIVES = 2  # further forms of each
 MARKS = {"passed": "ok  ", "failed": "FAIL", "not checked": "?   "}
 
 
@@ -122,8 +123,10 @@ def _attributed(found: Attributed) -> Iterator[Line]:
     for side, form, share in (("A", found.variant_a, found.share_a), ("B", found.variant_b, found.share_b)):
         known = f"{form}  reproduces {share:.1%}" if form else "not reproduced by any known form"
         yield from _wrapped(f"    {side}: ", known, "" if form else "open")
-    if found.alternatives:
-        yield from _wrapped("    as well: ", "; ".join(found.alternatives), "soft")
+    for form in found.alternatives[:ALTERNATIVES]:
+        yield from _wrapped("    as well: ", form, "soft")
+    if len(found.alternatives) > ALTERNATIVES:
+        yield Line(f"    and {len(found.alternatives) - ALTERNATIVES} more forms that give the same bits", "soft")
 
 
 def _token(token: Mapping[str, Any]) -> Line:

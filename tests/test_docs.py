@@ -15,6 +15,8 @@ import zerogap
 from tests.models_on_disk import small_tokenizer, tiny_spec, write_gguf
 from zerogap import cli
 from zerogap.config import iter_fields
+from zerogap.diagnose.meanings import FIELD_MEANINGS, FRAMEWORK_MEANINGS, OPERATOR_MEANINGS
+from zerogap.diagnose.verdict import SUBJECTS, UNATTRIBUTED
 from zerogap.rl import dictionary
 from zerogap.rl.data import Row
 from zerogap.rl.reward import RewardFunctions
@@ -26,7 +28,6 @@ TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for
 # Folders that a page names because they are planned, or made by a command.
 NOT_HERE = {
     "parallel/",
-    "diagnose/",
     "cluster/",
     "serve/",
     ".venv",
@@ -39,6 +40,8 @@ NOT_HERE = {
 METRICS = {name for m in itertools.chain(*dictionary.SECTIONS.values()) for name in (m.name, *m.peers.values())}
 METRICS |= {name for _, names, _ in dictionary.ELSEWHERE for name in names.split(", ")}
 NOT_HERE |= {name.partition(": ")[0] for name in METRICS}
+# And so do causes of a diagnosis.
+NOT_HERE |= {f"{s}/{field}" for s in (*SUBJECTS, UNATTRIBUTED) for field in (*SUBJECTS.get(s, ()), UNATTRIBUTED)}
 
 
 def fences(text, language):
@@ -228,3 +231,24 @@ def test_every_fault_is_on_the_page_of_verify():
     """With the check that it belongs to, in the table of `docs/verify-my-model.md`."""
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", TEXTS["docs/verify-my-model.md"], flags=re.MULTILINE)
     assert {name: int(check) for name, check in rows} == {name: fault.check for name, fault in FAULTS.items()}
+
+
+def test_every_cause_is_on_the_page_of_diagnose():
+    """In the words that the command prints, and with nothing else in its tables."""
+    rows = re.findall(r"^\| `([\w/]+)` \| (.*) \| (.*) \|$", TEXTS["docs/diagnose.md"], flags=re.MULTILINE)
+    told = {name: (text, rest) for name, text, rest in rows}
+    for subject, fields in SUBJECTS.items():
+        if subject in OPERATOR_MEANINGS:
+            named = ", ".join(f"`{field}`" for field in fields)
+            assert told[subject] == (OPERATOR_MEANINGS[subject], named)
+            assert set(fields) <= set(FIELD_MEANINGS)
+        else:
+            assert {f"{subject}/{field}" for field in fields} <= set(FRAMEWORK_MEANINGS)
+    for name, meant in [*FRAMEWORK_MEANINGS.items(), *FIELD_MEANINGS.items()]:
+        assert told[name] == (meant.text, meant.mend), name
+    causes = {name for name in told if "/" in name}
+    assert (
+        causes
+        == set(FRAMEWORK_MEANINGS)
+        == {f"{s}/{f}" for s, fs in SUBJECTS.items() if s not in OPERATOR_MEANINGS for f in fs}
+    )

@@ -4,7 +4,8 @@
     python examples/trl_trace.py --output traces
     zerogap diagnose traces/step0-0-rollout traces/step0-0-trainer
 
-In a run of your own only the two lines of `Traced` are needed, with your trainer's other settings as they are.
+In a run of your own only the two lines of `Traced` are needed, with your trainer's other settings as they are. Weights
+and what the layers compute are recorded here, too, since the model is tiny.
 """
 
 import argparse
@@ -22,6 +23,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789 +=?"]
 
 class Traced(TrlTraces, GRPOTrainer):
     trace_folder, trace_steps = "traces", 3
+    trace_weights = trace_boundaries = True
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -40,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("traces"))
     parser.add_argument("--bf16", action="store_true", help="train under BF16 autocast, as TRL does by default")
+    parser.add_argument("--iterations", type=int, default=1, help="updates per generation; 2: the second is off-policy")
     parser.add_argument("--temperature", type=float, default=0.8)
     arguments = parser.parse_args()
     set_seed(0)
@@ -51,7 +54,8 @@ def main() -> None:
     settings = GRPOConfig(
         output_dir=str(arguments.output / "run"), use_cpu=True, bf16=arguments.bf16, max_steps=3,
         per_device_train_batch_size=8, num_generations=4, max_completion_length=12, learning_rate=1e-3,
-        temperature=arguments.temperature, report_to="none", save_strategy="no", logging_steps=1, seed=0,
+        temperature=arguments.temperature, num_iterations=arguments.iterations, report_to="none", save_strategy="no",
+        logging_steps=1, seed=0,
     )  # fmt: skip
     prompts = ["what is 2 + 2?", "a b c ", "1 + 1 =", "say aeiou"] * 4
     Traced.trace_folder = arguments.output

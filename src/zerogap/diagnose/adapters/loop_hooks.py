@@ -5,7 +5,9 @@ call where both log-probs are in the batch. The numbers are those that the loop 
 that TRL without vLLM keeps no log-probs of its generation; they are then taken from the logits that `generate` saw.
 """
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,7 +18,9 @@ import numpy as np
 import torch
 
 from zerogap.diagnose.adapters.arrays import pair_of_traces
+from zerogap.diagnose.adapters.capture import RESIDUAL_MEANING, Capture, Forward, capture, plain_name
 from zerogap.diagnose.adapters.logprobs import defined_logprobs
+from zerogap.diagnose.sketch import sketch
 from zerogap.diagnose.trace import Definition, Trace, save_trace
 from zerogap.errors import ConfigError
 
@@ -99,10 +103,17 @@ class TrlTraces:
 
     For the first `trace_steps` optimizer steps every call of the loss writes `step{N}-{call}-rollout` and `-trainer`.
     Afterwards, and while evaluating, the hook is off.
+
+    Attributes:
+        trace_weights: sketch all weights and buffers before each of these steps.
+        trace_boundaries: record what every layer computed, for short batches of small models: the trainer's forward
+            pass, and the rollout's unless an engine made it.
     """
 
     trace_folder: str | Path = "traces"
     trace_steps: int = 3
+    trace_weights: bool = False
+    trace_boundaries: bool = False
     _trl_listener: "_Listener | None" = None
 
     def training_step(self, *args: Any, **options: Any) -> Any:
@@ -113,12 +124,16 @@ class TrlTraces:
             return super().training_step(*args, **options)  # type: ignore[misc]
         if self._trl_listener is None:
             self._trl_listener = _Listener(trainer.args.temperature)
-        self._trl_listener.at(step)
-        hook = trainer.model.register_forward_hook(self._trl_listener, with_kwargs=True)
-        try:
+        listener = self._trl_listener
+        listener.at(step)
+        if self.trace_weights and step not in listener.sketches:
+            listener.sketches[step] = _sketches(trainer.model)
+        with contextlib.ExitStack() as undo:
+            if self.trace_boundaries:
+                listener.seen = undo.enter_context(capture(trainer.model))
+            hook = trainer.model.register_forward_hook(listener, with_kwargs=True)
+            undo.callback(hook.remove)
             return super().training_step(*args, **options)  # type: ignore[misc]
-        finally:
-            hook.remove()
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
@@ -141,10 +156,12 @@ def _trl_pair(trainer: Any, inputs: Mapping[str, Any], listener: "_Listener") ->
         mend = "take TRL 1.16 or later: its loss shows per-token log-probs (log_probs of the model's output)"
         raise ConfigError("trl", version("trl"), mend)
     rows = padded_rows(*batch, recorded, listener.scored[:, -completions.shape[1] :])
+    made, rollout_rows = -1, []
     if recorded is None:
         for row in rows:
-            row["logprobs_a"], made = listener.recall(row["ids"], row["prompt_length"])
+            row["logprobs_a"], made, found = listener.recall(row["ids"], row["prompt_length"])
             row["versions"] = np.full(len(row["ids"]), made, np.int64)
+            rollout_rows.append(found)
     positions = _trained_positions(inputs, listener.positions) if _is_rotary(trainer.model.config) else None
     sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm", "bf16", "fp16")
     settings = {n: getattr(arguments, n, None) for n in sampling} | {"loop": "TRL", "step": listener.step}
@@ -153,13 +170,77 @@ def _trl_pair(trainer: Any, inputs: Mapping[str, Any], listener: "_Listener") ->
     pair = pair_of_traces(rows, name=f"step {listener.step}", names=names, definition=definition, settings=settings)
     stored = str(trainer.model.dtype).removeprefix("torch.")
     wide = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else ""
-    rollout = _with_facts(pair[0], trainer, "decode", stored if recorded is None else "as the engine was started")
-    scored = _with_facts(pair[1], trainer, "whole", f"{stored} under {wide} autocast" if wide else stored)
+    engine = recorded is not None
+    lengths = [len(row["ids"]) for row in rows]
+    rollout = _with_facts(
+        pair[0],
+        trainer,
+        "decode",
+        "as the engine was started" if engine else stored,
+        _joined(rollout_rows, lengths),
+        listener.sketches.get(made),
+    )
+    scored = _with_facts(
+        pair[1],
+        trainer,
+        "whole",
+        f"{stored} under {wide} autocast" if wide else stored,
+        _joined([_rows_of([listener.forward], i) for i in range(len(rows))], lengths),
+        listener.sketches.get(listener.step),
+    )
     sequences = list(scored.sequences)
     for i, one in enumerate(sequences):
         now = np.full(len(one.ids), listener.step, np.int64)
         sequences[i] = dataclasses.replace(one, versions=now, positions=positions[i] if positions else None)
     return rollout, dataclasses.replace(scored, sequences=tuple(sequences))
+
+
+Rows = Mapping[str, torch.Tensor]  # boundary -> rows of one sequence
+
+
+def _rows_of(forwards: Sequence[Forward | None], row: int) -> dict[str, torch.Tensor]:
+    """Rows of one sequence through forward passes that follow each other, padding left out; NaN where a pass did not
+    record a boundary that another one did."""
+    known = [f for f in forwards if f is not None]
+    found: dict[str, list[torch.Tensor]] = {name: [] for forward in known for name in forward.tensors}
+    for forward in known:
+        length = forward.shape[1]
+        keep = slice(None) if forward.mask is None else forward.mask[row]
+        count = len(torch.arange(length)[keep])
+        for name, parts in found.items():
+            tensor = forward.tensors.get(name)
+            if tensor is None:
+                like = next(f.tensors[name] for f in known if name in f.tensors)
+                parts.append(_unknown(count, like))
+            else:
+                parts.append(tensor[row * length : (row + 1) * length][keep])
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _unknown(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((count, like.shape[1]), torch.nan if like.is_floating_point() else -1, dtype=like.dtype)
+
+
+def _joined(sequences: Sequence[Rows], lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Boundaries of a pass from those of its sequences; rows that no pass computed (the last token's) stay NaN."""
+    likes = {name: tensor for rows in sequences for name, tensor in rows.items()}
+    joined = {}
+    for name, like in likes.items():
+        parts = []
+        for rows, length in zip(sequences, lengths):
+            part = rows.get(name, like[:0])[:length]
+            parts += [part, _unknown(length - len(part), like)]
+        joined[name] = torch.cat(parts)
+    return joined
+
+
+def _sketches(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sketches of weights and buffers by their plain names."""
+    weights = {}
+    for raw, parameter in model.named_parameters(remove_duplicate=False):
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights[plain_name(raw)] = sketch(full)
+    return weights, {plain_name(raw): sketch(buffer) for raw, buffer in model.named_buffers()}
 
 
 def _is_rotary(config: Any) -> bool:
@@ -174,19 +255,42 @@ def _trained_positions(inputs: Mapping[str, Any], given: torch.Tensor | None) ->
     return [row[keep].int().numpy() for row, keep in zip(places, mask)]
 
 
-def _with_facts(trace: Trace, trainer: Any, path: str, dtype: str) -> Trace:
+def _with_facts(
+    trace: Trace,
+    trainer: Any,
+    path: str,
+    dtype: str,
+    boundaries: dict[str, torch.Tensor],
+    sketches: tuple[dict[str, Any], dict[str, Any]] | None,
+) -> Trace:
     """The trace with its path and the facts of the stack."""
     batch = tuple(range(len(trace.sequences)))
-    found = dataclasses.replace(trace.recorded, path=path, batches=(batch,) if path == "whole" else None)
+    meaning = {name: RESIDUAL_MEANING for name in boundaries if ".residual_" in name}
+    found = dataclasses.replace(
+        trace.recorded,
+        path=path,
+        batches=(batch,) if path == "whole" else None,
+        boundaries=boundaries,
+        meaning=meaning,
+    )
     known = [n for n in ("torch", "transformers", "trl", "accelerate", "vllm") if find_spec(n) is not None]
+    engine = path == "decode" and trainer.args.use_vllm
+    ranks = getattr(trainer.args, "vllm_tensor_parallel_size", 1) if engine else 1
+    weights, buffers = sketches or ({}, {})
     return dataclasses.replace(
         trace,
         passes=(found,),
+        weights=weights,
+        buffers=buffers,
         settings={**trace.settings, "dtype": dtype},
-        model=trainer.model.config.to_dict(),
+        model=json.loads(trainer.model.config.to_json_string(use_diff=False)),
         source=str(getattr(trainer.model.config, "_name_or_path", "")),
         versions={n: version(n) for n in known},
-        layout={"data_parallel": trainer.accelerator.num_processes, "rank": trainer.accelerator.process_index},
+        layout={
+            "data_parallel_size": trainer.accelerator.num_processes,
+            "tensor_parallel_size": ranks,
+            "rank": trainer.accelerator.process_index,
+        },
     )
 
 
@@ -201,6 +305,7 @@ class _Heard:
         pending: [B, V] logits for the next token.
         length: tokens per row that the model has seen, padding included.
         made: optimizer step of the weights.
+        forwards: what each pass computed, if that is recorded.
     """
 
     prompts: list[tuple[int, ...]]
@@ -209,6 +314,7 @@ class _Heard:
     pending: torch.Tensor
     length: int
     made: int
+    forwards: list[Forward] = dataclasses.field(default_factory=list)
 
 
 class _Listener:
@@ -219,6 +325,9 @@ class _Listener:
         self.step, self.calls = 0, 0
         self.scored: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
+        self.sketches: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self.seen: Capture | None = None
+        self.forward: Forward | None = None
         self.heard: list[_Heard] = []
 
     def at(self, step: int) -> None:
@@ -227,7 +336,9 @@ class _Listener:
         self.step = step
 
     def __call__(self, module: Any, args: Any, options: Mapping[str, Any], output: Any) -> None:
+        forward = self.seen.forwards.pop() if self.seen is not None and self.seen.forwards else None
         if getattr(output, "log_probs", None) is not None:
+            self.forward = forward
             self.scored = output.log_probs.detach()
             self.positions = options.get("position_ids")
             return
@@ -240,12 +351,15 @@ class _Listener:
         if last is not None and len(ids) == len(last.prompts) and mask.shape[1] == last.length + 1:
             self._follow(last, ids[:, -1].tolist())
             last.pending, last.length = logits[:, -1].detach().clone(), mask.shape[1]
+            last.forwards += [forward] if forward is not None else []
             return
         if ids.shape != mask.shape:
             return  # no start of a generation: neither a prompt nor the next token of the last one
         prompts = [tuple(row[keep].tolist()) for row, keep in zip(ids, mask.bool())]
         empty: list[list[Any]] = [[[] for _ in prompts] for _ in range(2)]
-        self.heard.append(_Heard(prompts, empty[0], empty[1], logits[:, -1].detach().clone(), mask.shape[1], self.step))
+        heard = _Heard(prompts, empty[0], empty[1], logits[:, -1].detach().clone(), mask.shape[1], self.step)
+        heard.forwards += [forward] if forward is not None else []
+        self.heard.append(heard)
         while len(self.heard) > 1 and sum(len(h.prompts) for h in self.heard) > _KEPT_ROWS:
             self.heard.pop(0)
 
@@ -258,8 +372,9 @@ class _Listener:
         pair = np.array([token, token])  # the row scores the second
         return float(defined_logprobs(pair, logits[None].cpu(), self.definition)[1])
 
-    def recall(self, ids: np.ndarray, prompt_length: int) -> tuple[np.ndarray, int]:
-        """Log-probs of a completion as it was sampled, NaN if it was not heard, and the weights' optimizer step."""
+    def recall(self, ids: np.ndarray, prompt_length: int) -> tuple[np.ndarray, int, Rows]:
+        """Log-probs of a completion as it was sampled, NaN if it was not heard; the weights' optimizer step; rows of
+        what was computed."""
         prompt, answer = tuple(ids[:prompt_length].tolist()), ids[prompt_length:].tolist()
         for heard in reversed(self.heard):
             for row, start in enumerate(heard.prompts):
@@ -269,5 +384,5 @@ class _Listener:
                 found = heard.logprobs[row][: len(answer)]
                 if len(found) < len(answer):  # no pass read the last token
                     found = [*found, self._logprob(heard.pending[row], answer[-1])]
-                return np.array(found, np.float32), heard.made
-        return np.full(len(answer), np.nan, np.float32), -1
+                return np.array(found, np.float32), heard.made, _rows_of(heard.forwards, row)
+        return np.full(len(answer), np.nan, np.float32), -1, {}

@@ -244,6 +244,12 @@ def test_missing():
     assert called(w, half) == "missing", "a shard that was not loaded"
 
 
+def test_a_norm_after_its_first_updates_is_not_a_missing_one():
+    ones = torch.ones(96)
+    assert called(ones, updated(ones, 1e-3)) == "stale"
+    assert called(torch.zeros(96), updated(torch.zeros(96), 1e-3)) == "missing"
+
+
 def test_unlike_shapes_stay_unattributed():
     assert called(weight(100, 32), weight(128, 32)) == "unattributed"
 

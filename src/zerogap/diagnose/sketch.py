@@ -20,6 +20,7 @@ from zerogap.errors import ConfigError
 
 NUM_SAMPLES = 256
 CORNER = 128  # rows and columns of the sampled blocks: the block of FP8 checkpoints
+_MOVED = 0.005  # relative; trained norms are much further from one
 _CHUNK = 1 << 18  # elements that are hashed at a time, so that they stay in the cache
 _ROWS = 16  # rows at either end that are tried for a scale per channel
 Sketch = Mapping[str, Any]
@@ -220,6 +221,10 @@ def compare_sketch(
         return _one_sided(name, a, all_a, all_b)
     if _same_values(a, b):
         return None
+    if _moved(a, b):
+        return Cause(
+            "weights", "stale", f"{name}: {'A' if a['constant'] else 'B'} holds the value from before training"
+        )
     if (a["constant"], a["nonfinite"] > 0) != (b["constant"], b["nonfinite"] > 0):
         side = "A" if a["constant"] or a["nonfinite"] else "B"
         return Cause("weights", "missing", f"{name}: {side} holds {_what(a if side == 'A' else b)}; it was not loaded")
@@ -236,6 +241,14 @@ def _same_values(a: Sketch, b: Sketch) -> bool:
     if a["dtype"] == b["dtype"] and a["digest"] == b["digest"]:
         return [n for n in a["shape"] if n != 1] == [n for n in b["shape"] if n != 1]
     return bool(a["rows"] == b["rows"] and a["in_bf16"] and b["in_bf16"])
+
+
+def _moved(a: Sketch, b: Sketch) -> bool:
+    """One side constant, the other by a few small updates away from it (norms begin as ones)."""
+    if a["constant"] == b["constant"] or a["shape"] != b["shape"] or a["nonfinite"] or b["nonfinite"]:
+        return False
+    x, y = _pairs(a, b)
+    return bool((np.abs(y - x) <= _MOVED * np.minimum(np.abs(x), np.abs(y))).all()) and len(x) > 0
 
 
 def _what(one: Sketch) -> str:

@@ -130,7 +130,7 @@ class TrlTraces:
             listener.sketches[step] = _sketches(trainer.model)
         with contextlib.ExitStack() as undo:
             if self.trace_boundaries:
-                listener.seen = undo.enter_context(capture(trainer.model))
+                listener.seen = undo.enter_context(capture(trainer.model, rope=True))
             hook = trainer.model.register_forward_hook(listener, with_kwargs=True)
             undo.callback(hook.remove)
             return super().training_step(*args, **options)  # type: ignore[misc]

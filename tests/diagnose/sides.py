@@ -11,6 +11,7 @@ from zerogap.diagnose.side import Ask, RecordedSide, Side
 from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace
 
 LENGTHS, PROMPTS = (12, 9, 15), (4, 3, 5)
+OPEN = Definition()
 STATED = Definition(temperature=1.0, processed=True, top_k=0, top_p=1.0, min_p=0.0)
 
 

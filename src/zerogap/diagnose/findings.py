@@ -30,10 +30,19 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorShare:
-    """Inside the numeric part: 1 - mean|d with all operators of `kind` replaced by the other side's| / mean|d|."""
+    """Inside the numeric part.
+
+    Attributes:
+        kind: of the operators.
+        share: 1 - mean|d with all operators of `kind` replaced by the other side's| / mean|d|; small or negative where
+            other kinds keep the sides apart.
+        alone: mean|d with all operators of every *other* kind replaced| / mean|d|: what this kind makes by itself; None
+            where that could not be computed.
+    """
 
     kind: str
     share: float
+    alone: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

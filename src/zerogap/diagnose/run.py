@@ -5,10 +5,13 @@ field before one that does not, and before those that could not be tested; what 
 What does not account for it, or could not be tested, never silences a later check.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from zerogap.diagnose.adapters.contract_ops import contract_replacements
+from zerogap.diagnose.adapters.torch_side import TorchSide
 from zerogap.diagnose.bisect import walk
 from zerogap.diagnose.checks import (
     cache,
@@ -24,12 +27,13 @@ from zerogap.diagnose.checks import (
 )
 from zerogap.diagnose.compare import statistics, worst_tokens
 from zerogap.diagnose.facts import Facts
-from zerogap.diagnose.findings import Heat, Report
+from zerogap.diagnose.findings import Heat, OperatorShare, Report
 from zerogap.diagnose.heat import heat_of
 from zerogap.diagnose.shares import operator_shares, shares
 from zerogap.diagnose.side import RecordedSide, Replacement, Side
 from zerogap.diagnose.trace import Trace, load_trace
 from zerogap.diagnose.verdict import UNATTRIBUTED, UNKNOWN, Cause, Finding, Verdict
+from zerogap.diagnose.zerogap_side import ZerogapSide
 
 CHECKS: tuple[tuple[str, Callable[[Side, Side, Facts], Finding]], ...] = (
     ("ids", ids.check),
@@ -43,6 +47,8 @@ CHECKS: tuple[tuple[str, Callable[[Side, Side, Facts], Finding]], ...] = (
     ("operators", operators.check),
     ("routing", routing.check),
 )
+NUMERIC = ("operators", "neighbours", "path", "layout", "routing")  # checks behind which operators may stand
+WORTH = 0.01  # least share of a kind of operator that is replayed for its name
 ADVICE: Mapping[str, str] = {
     "ids": "feed both sides the same token ids: never decode and encode again, and use one chat template",
     "definition": "score both sides under one definition of the log-prob, then diagnose again",
@@ -73,7 +79,8 @@ def diagnose(
         a, b: live sides, traces, or folders of traces. A is taken for the rollout where that matters (k3).
         progress: told in words what comes next.
         thorough: dear checks run even if no log-prob differs, and every kind of operator is replayed.
-        replacements: side -> operator kind -> what that side computes it with instead, for shares of operators.
+        replacements: side -> operator kind -> what that side computes it with instead, for shares of operators; None:
+            the contract's operators in a torch model that is held against zerogap, else none.
 
     Raises:
         CheckpointError: a path that is no readable trace.
@@ -88,6 +95,14 @@ def diagnose(
             findings += [Finding(n, "not checked", "the sides have read other tokens") for n, _ in CHECKS[1:]]
             break
     verdict = decide(findings, facts)
+    of_kinds: tuple[OperatorShare, ...] = ()
+    parts = shares(facts, {})
+    if verdict.check in NUMERIC:
+        given = _contract(facts) if replacements is None else replacements
+        of_kinds, parts = operator_shares(facts, given), shares(facts, given)
+        more = operators.further_kinds(facts, [s.kind for s in of_kinds if max(s.share, s.alone or 0.0) >= WORTH])
+        facts.attributions += more
+        verdict = _with_kinds(verdict, [found.cause for found in more], of_kinds)
     one, other = facts.a.trace, facts.b.trace
     return Report(
         one.name,
@@ -96,14 +111,25 @@ def diagnose(
         tuple(findings),
         statistics(facts.difference, one),
         facts=_sides_facts(one, other, facts),
-        shares=shares(facts),
-        operators=operator_shares(facts, replacements or {}),
+        shares=parts,
+        operators=of_kinds,
         worst=tuple(worst_tokens(facts.difference, one)),
         attributions=tuple(facts.attributions),
         heat=_heat(facts),
         notes=tuple(dict.fromkeys(facts.notes)),
         seconds=time.perf_counter() - began,
     )
+
+
+def _contract(facts: Facts) -> Mapping[str, Mapping[str, Replacement]]:
+    """For a torch model against zerogap: the contract's operators, to be put into the model."""
+    for which, other in (("a", facts.b), ("b", facts.a)):
+        side = facts.side(which)
+        if isinstance(side, TorchSide) and isinstance(other, ZerogapSide):
+            meaning = facts.answers[which].definition
+            temperature = meaning.temperature if meaning.processed and meaning.temperature else 1.0
+            return {which: contract_replacements(side, other.decoder.numerics, temperature)}
+    return {}
 
 
 def _side(given: Given) -> Side:
@@ -136,6 +162,16 @@ def decide(findings: Sequence[Finding], facts: Facts) -> Verdict:
     known = cause.field != UNATTRIBUTED
     step = ADVICE.get(cause.subject, OPERATOR_ADVICE) if known else _needs([deciding, *findings])
     return Verdict(False, deciding.check, cause, further, step)
+
+
+def _with_kinds(verdict: Verdict, causes: Sequence[Cause], of_kinds: Sequence[OperatorShare]) -> Verdict:
+    """The verdict with further operators, all further causes in order of their kind's share."""
+    order = {share.kind: place for place, share in enumerate(of_kinds)}
+    own = "" if verdict.cause is None else verdict.cause.name
+    named = [*verdict.further, *(c for c in causes if c.field != UNATTRIBUTED)]
+    further = [c for c in _unique(named) if c.name != own]
+    further.sort(key=lambda c: order.get(c.subject, len(order)))
+    return dataclasses.replace(verdict, further=tuple(further))
 
 
 def _follows(cause: Cause, deciding: Finding) -> bool:

@@ -17,8 +17,12 @@ from zerogap.diagnose.findings import OperatorShare, Share
 from zerogap.diagnose.side import Ask, Replacement
 
 
-def shares(facts: Facts) -> tuple[Share, ...]:
-    """The parts, in the order of the checks; empty where nothing differs."""
+def shares(facts: Facts, replacements: Mapping[str, Mapping[str, Replacement]]) -> tuple[Share, ...]:
+    """The parts, in the order of the checks; empty where nothing differs.
+
+    Args:
+        replacements: as for `operator_shares`; all of them together make the numeric part.
+    """
     whole = facts.difference
     mean = _finite_mean(whole)
     if mean == 0.0:
@@ -37,6 +41,13 @@ def shares(facts: Facts) -> tuple[Share, ...]:
     routing = _routing(facts, whole)
     if routing is not None:
         found.append(Share("routing", routing, "tokens with other experts taken at the mean of all other tokens"))
+    for which, kinds in replacements.items():
+        rest = _replaced(which, kinds, facts)
+        if rest is not None and "definition" not in facts.substituted:
+            other = "B" if which == "a" else "A"
+            text = f"all operators of {which.upper()} of these kinds computed as {other}'s: {', '.join(kinds)}"
+            found.append(Share("numeric", 1.0 - rest / mean, text))
+            left = min(left, rest)
     found.append(Share("remaining", left / mean, "nothing: what is left after the substitutions above"))
     return tuple(found)
 
@@ -71,25 +82,33 @@ def _routing(facts: Facts, difference: Difference) -> float | None:
 
 
 def operator_shares(facts: Facts, replacements: Mapping[str, Mapping[str, Replacement]]) -> tuple[OperatorShare, ...]:
-    """Inside the numeric part, largest first.
+    """Inside the numeric part; what makes most by itself first.
 
     Args:
         replacements: side (`a`, `b`) -> kind -> the other side's operator of that kind.
     """
     mean = _finite_mean(facts.difference)
-    found: dict[str, float] = {}
+    found: dict[str, OperatorShare] = {}
     if mean == 0.0:
         return ()
     for which, kinds in replacements.items():
-        answer = facts.answers[which]
         for kind, operator in kinds.items():
             if kind in found:
                 continue
             facts.progress(f"share of {kind}")
-            ask = Ask(answer.path, answer.batches, definition=answer.definition, replace={kind: operator})
-            replaced = facts.again(which, ask)
-            if replaced is None:
+            after = _replaced(which, {kind: operator}, facts)
+            if after is None:
                 continue
-            pair = (replaced, None) if which == "a" else (None, replaced)
-            found[kind] = 1.0 - _finite_mean(facts.between(*pair)) / mean
-    return tuple(OperatorShare(k, s) for k, s in sorted(found.items(), key=lambda item: -item[1]))
+            others = _replaced(which, {k: o for k, o in kinds.items() if k != kind}, facts)
+            found[kind] = OperatorShare(kind, 1.0 - after / mean, None if others is None else others / mean)
+    return tuple(sorted(found.values(), key=lambda s: -(s.share if s.alone is None else s.alone)))
+
+
+def _replaced(which: str, kinds: Mapping[str, Replacement], facts: Facts) -> float | None:
+    """Mean |d| with these operators of a side replaced; None if it cannot."""
+    answer = facts.answers[which]
+    ask = Ask(answer.path, answer.batches, definition=answer.definition, replace=kinds)
+    replaced = facts.again(which, ask)
+    if replaced is None:
+        return None
+    return _finite_mean(facts.between(*((replaced, None) if which == "a" else (None, replaced))))

@@ -5,10 +5,14 @@ before it. Each is replayed on its captured inputs (`replay`); a field of its nu
 were reproduced.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from zerogap.diagnose.bisect import Divergence, Walk, nodes_of, walk
 from zerogap.diagnose.facts import Facts
+from zerogap.diagnose.findings import Attributed
+from zerogap.diagnose.graph import Node
 from zerogap.diagnose.replay import Ends, attributed
 from zerogap.diagnose.side import Ask, Side
 from zerogap.diagnose.trace import Pass
@@ -141,6 +145,35 @@ def _jump(found: Walk) -> Divergence | None:
             best = out / before, made
     own = _typical(found.distance[first.node.name])
     return best[1] if best is not None and own < NOISE else None
+
+
+def further_kinds(facts: Facts, kinds: Sequence[str]) -> list[Attributed]:
+    """Replays of the first operator of each kind that no replay has been of: where nothing reads the same rows on both
+    sides any more, each side's form is looked for on its own inputs."""
+    pass_a, pass_b = _alike(facts)
+    if not pass_a.boundaries or not pass_b.boundaries:
+        return []
+    found = walk(pass_a, pass_b, facts.lengths)
+    nodes = {n.name: n for n in nodes_of(found.compared)}
+    known = {nodes[done.node].kind for done in facts.attributions if done.node in nodes}
+    out = []
+    for kind in kinds:
+        node = next((n for n in nodes.values() if n.kind == kind and _replayable(n, found)), None)
+        if node is None or kind in known:
+            continue
+        facts.progress(f"replay of {node.name}")
+        rows = found.distance[node.name] > 0
+        own = next((d for d in found.diverging if d.node == node), None)
+        divergence = own or Divergence(node, (), rows, torch.zeros_like(rows), 0, 0, 0.0, node.inputs)
+        out.append(attributed(divergence, Ends(facts.a, pass_a), Ends(facts.b, pass_b), facts.a.trace))
+    return out
+
+
+def _replayable(node: Node, found: Walk) -> bool:
+    """True if the operator's rows differ, and what it reads was recorded."""
+    if any(n not in found.distance for n in (node.name, *node.inputs)):
+        return False
+    return bool((found.distance[node.name] > 0).any())
 
 
 def _typical(distance: torch.Tensor) -> float:

@@ -49,13 +49,24 @@ def node_parameters(
     elif node.kind == "activation":
         found["activation"] = config.hidden_act
     elif node.kind in ("router", "experts"):
-        experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
-        scoring = getattr(config, "scoring_func", "softmax")
-        found |= {"top_k": config.num_experts_per_tok, "num_experts": experts, "scoring": scoring}
-        found |= {"normalise": bool(config.norm_topk_prob), "activation": config.hidden_act}
+        found |= _routing(config) | {"activation": config.hidden_act}
         if node.kind == "experts":
             found["implementation"] = getattr(config, "_experts_implementation", None)
     return found
+
+
+def _routing(config: Any) -> dict[str, object]:
+    """How the config's routers choose; families with correction biases score by sigmoids (DeepSeek-V3)."""
+    grouped = hasattr(config, "n_group") and hasattr(config, "routed_scaling_factor")
+    return {
+        "top_k": config.num_experts_per_tok,
+        "num_experts": config.num_experts if hasattr(config, "num_experts") else config.n_routed_experts,
+        "scoring": str(getattr(config, "scoring_func", "sigmoid" if grouped else "softmax")),
+        "normalise": bool(config.norm_topk_prob),
+        "scaling": float(getattr(config, "routed_scaling_factor", None) or 1.0),
+        "groups": getattr(config, "n_group", None) or 1,
+        "top_groups": getattr(config, "topk_group", None) or 1,
+    }
 
 
 def routing_facts(

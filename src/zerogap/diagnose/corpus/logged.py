@@ -36,11 +36,9 @@ def rescored(side: Side, ask: Ask, scoring: Scoring) -> Pass | None:
         values = scoring(logits, torch.from_numpy(sequence.ids[1:].astype(np.int64)))
         logprobs.append(np.concatenate([[np.nan], values]).astype(np.float32))
         rows += size
-    return dataclasses.replace(
-        found,
-        logprobs=tuple(logprobs),
-        boundaries={n: t for n, t in found.boundaries.items() if n != "logprob"} if ask.capture else {},
-    )
+    following = np.concatenate([np.append(p[1:], np.float32(np.nan)) for p in logprobs])
+    boundaries = {**found.boundaries, "logprob": torch.from_numpy(following)[:, None]} if ask.capture else {}
+    return dataclasses.replace(found, logprobs=tuple(logprobs), boundaries=boundaries)
 
 
 def relogged(side: Side, scoring: Scoring) -> RescoringSide:

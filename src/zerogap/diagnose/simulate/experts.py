@@ -8,11 +8,13 @@ router/rounding  weights: `FP32 weights`, `weights` (rounded to the storage dtyp
 router/output    `stored`, `bf16` (logits are rounded before they are read)
 order            of the sum: ascending, descending, by weight; `shared first`
 primitive        products: `chain` (zerogap's kernel), `library: torch.nn.functional.linear`
-operands         stored; `e4m3` (weights in 128x128, rows in 1x128)
+operands         stored; `e4m3` (weights in 128x128, rows in 1x128), `e4m3 weights`; `..., gate and up together`;
+                 `..., rounded` (products read the codes' values in the storage dtype)
 accumulate       fma, `fp32` (multiply, then add), `storage` (the sum is rounded after every expert)
 rounding         `inner once` (SiLU times up), `activation first`; `..., weighted outputs` (each is rounded)
 output           bf16, fp16, fp32
-formula          plain; weight on input; no shared experts; shared experts alone; `first of the chosen only`
+formula          plain; weight on input; no shared experts; shared experts alone; `first of the chosen only`;
+                 `capacity F` (an expert takes F times its even share of a sequence's rows, the first ones)
 """
 
 import dataclasses
@@ -28,6 +30,7 @@ from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
 TORCH = f"{LIBRARY} torch.nn.functional.linear"
 SCORINGS = ("softmax, normalised", "softmax", "softmax of the chosen", "sigmoid, normalised", "sigmoid")
 IN_WEIGHTS, IGNORED, WEIGHTED = ", bias in weights", ", bias ignored", ", weighted outputs"
+FUSED, ROUNDED, CAPACITIES = ", gate and up together", ", rounded", (1.0, 1.25, 1.5, 2.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,9 +119,15 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         "first of the chosen only",
     ):
         yield variant.but(formula=formula)
-    for formula in ("one weight for all", "gate and up swapped", "shared first"):
+    for formula in (
+        "one weight for all",
+        "gate and up swapped",
+        "shared first",
+        *(f"capacity {c:g}" for c in CAPACITIES),
+    ):
         yield variant.but(formula=formula)
-    for operands in ("stored", "e4m3", "e4m3 weights"):
+    coded = [f"{operands}{fused}" for operands in ("e4m3", "e4m3 weights") for fused in ("", FUSED)]
+    for operands in ("stored", *(f"{name}{end}" for name in coded for end in ("", ROUNDED))):
         yield variant.but(operands=operands)
     for primitive in ("chain", TORCH):
         yield variant.but(primitive=primitive)
@@ -136,8 +145,7 @@ def applies(variant: Variant, problem: Problem) -> bool:
         narrow = (variant["router/rounding"] == "weights", "activation" in variant["rounding"])
         if any(narrow) or WEIGHTED in variant["rounding"] or variant["accumulate"] == "storage":
             return False
-    groups = problem.number("top_groups", 1)
-    return whole and groups in (None, 1)
+    return whole
 
 
 def cost(variant: Variant) -> int:
@@ -151,6 +159,8 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     x = problem.inputs[0][problem.rows]
     key = tuple(variant[n] for n in variant_names("router", variant))
     chosen, weights = problem.once(("choice", *key), lambda: _choice(variant, problem, layer))
+    if variant["formula"].startswith("capacity"):
+        weights = weights * _kept(variant, problem, layer)[problem.rows]
     on_input = variant["formula"] == "weight on input"
     inner = variant["rounding"].removesuffix(WEIGHTED)
     how = (variant["operands"], variant["primitive"], inner, variant["formula"] == "gate and up swapped", storage)
@@ -181,15 +191,34 @@ def variant_names(subject: str, variant: Variant) -> list[str]:
     return [name for name, _ in variant.fields if name.startswith(subject + "/")]
 
 
-def _choice(variant: Variant, problem: Problem, layer: _Layer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [rows, k], the largest score first, and their FP32 weights."""
-    logits = problem.inputs[1][problem.rows].to(FP32)
+def _kept(variant: Variant, problem: Problem, layer: _Layer) -> torch.Tensor:
+    """[R, k]: 0 where an expert has had its share of the sequence's rows already, else 1."""
+    chosen = _choice(variant, problem, layer, torch.arange(len(problem.out)))[0]
+    kept = torch.ones(chosen.shape)
+    factor, first = float(variant["formula"].split()[1]), 0
+    for length in problem.lengths:
+        part = chosen[first : first + length]
+        count = problem.inputs[1].shape[1]
+        capacity = -int(-factor * part.numel() // count)
+        for expert in range(count):
+            rows, places = (part == expert).nonzero(as_tuple=True)
+            kept[first + rows[capacity:], places[capacity:]] = 0.0
+        first += length
+    return kept
+
+
+def _choice(
+    variant: Variant, problem: Problem, layer: _Layer, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [rows, k], the largest score first, and their FP32 weights; None: of the sample's rows."""
+    logits = problem.inputs[1][problem.rows if rows is None else rows].to(FP32)
     if variant["router/output"] == "bf16":
         logits = round_to(logits, "bf16")
     formula, k = variant["router/formula"], int(problem.number("top_k") or 1)
     scores = torch.sigmoid(logits) if formula.startswith("sigmoid") else torch.softmax(logits, -1)
     biased = scores if layer.bias is None or IGNORED in formula else scores + layer.bias.to(FP32)
-    ranked = biased.flip(-1) if variant["router/tie_rule"] == "higher index" else biased
+    eligible = _of_groups(biased, int(problem.number("groups") or 1), int(problem.number("top_groups") or 1))
+    ranked = eligible.flip(-1) if variant["router/tie_rule"] == "higher index" else eligible
     chosen = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :k]
     if variant["router/tie_rule"] == "higher index":
         chosen = biased.shape[1] - 1 - chosen
@@ -202,17 +231,29 @@ def _choice(variant: Variant, problem: Problem, layer: _Layer) -> tuple[torch.Te
     return chosen, round_to(weights, problem.storage) if variant["router/rounding"] == "weights" else weights
 
 
+def _of_groups(scores: torch.Tensor, groups: int, kept: int) -> torch.Tensor:
+    """Scores with -inf outside the groups with the largest sums of two (DeepSeek-V3)."""
+    if kept >= groups:
+        return scores
+    parts = scores.unflatten(-1, (groups, -1))
+    sums = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1)
+    best = torch.sort(sums, dim=-1, descending=True, stable=True).indices[..., :kept]
+    inside = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True)
+    return parts.masked_fill(~inside[..., None], float("-inf")).flatten(-2)
+
+
 def _linear(x: torch.Tensor, w: torch.Tensor, operands: str, primitive: str, storage: str) -> torch.Tensor:
     if operands != "stored":
-        w = _coded(w, 128)
-        x = x if operands == "e4m3 weights" else _coded(x, 1)
+        narrow = x.dtype if operands.endswith(ROUNDED) else FP32
+        w, x = _coded(w, 128), x if operands.startswith("e4m3 weights") else _coded(x, 1)
+        w, x = w.to(narrow), x.to(narrow)
     if primitive.startswith(LIBRARY):
-        return torch.nn.functional.linear(x, w).to(FP32)
+        return round_to(torch.nn.functional.linear(x, w).to(FP32), storage)
     return round_to(dots.native(x, w), storage)
 
 
 def _coded(value: torch.Tensor, tall: int) -> torch.Tensor:
-    """Through E4M3 and back, in blocks of tall x 128."""
+    """Through E4M3 and back, in blocks of tall x 128, FP32."""
     out = torch.empty_like(value, dtype=FP32)
     for i in range(0, len(value), tall if tall > 1 else max(1, len(value))):
         for j in range(0, value.shape[1], 128):
@@ -220,7 +261,7 @@ def _coded(value: torch.Tensor, tall: int) -> torch.Tensor:
             amax = block.abs().amax(1, keepdim=True) if tall == 1 else block.abs().amax()
             grid, scales = quantise_e4m3(block, amax.expand(block.shape), 448.0, False)
             out[i : i + len(block), j : j + 128] = grid * scales
-    return out.to(value.dtype)
+    return out
 
 
 def _mlp(x: torch.Tensor, layer: _Layer, experts: torch.Tensor, how: tuple) -> torch.Tensor:
@@ -234,7 +275,11 @@ def _mlp(x: torch.Tensor, layer: _Layer, experts: torch.Tensor, how: tuple) -> t
 
 def _gated(x: torch.Tensor, weights: dict[str, torch.Tensor], how: tuple) -> torch.Tensor:
     operands, primitive, inner, swapped, storage = how
-    gate, up = (_linear(x, weights[p].to(x.dtype), operands, primitive, storage) for p in ("gate", "up"))
+    if FUSED in operands:
+        both = torch.cat([weights["gate"], weights["up"]]).to(x.dtype)
+        gate, up = _linear(x, both, operands, primitive, storage).chunk(2, -1)
+    else:
+        gate, up = (_linear(x, weights[p].to(x.dtype), operands, primitive, storage) for p in ("gate", "up"))
     if swapped:
         gate, up = up, gate
     if inner == "inner once":

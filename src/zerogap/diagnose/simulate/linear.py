@@ -167,7 +167,7 @@ def applies(variant: Variant, problem: Problem) -> bool:
 def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     """The sample [rows, columns], FP32."""
     bias = problem.weight(".bias")
-    if variant["order"].startswith(LIBRARY) and variant["split"] == "1" and variant["operands"] == "stored":
+    if variant["order"].startswith(LIBRARY) and variant["split"] == "1" and not variant["operands"].startswith("e4m3"):
         return _finished(_whole(variant, problem), None, variant, problem)
     weight = problem.weight()
     assert weight is not None
@@ -198,11 +198,13 @@ def _whole(variant: Variant, problem: Problem) -> torch.Tensor:
         x, w, b = problem.inputs[0], weight, None if variant["formula"] == "no bias" else bias
         if variant["order"] == UPCAST:
             x, w, b = x.to(FP32), w.to(FP32), None if b is None else b.to(FP32)
+        if variant["operands"] != "stored":
+            x, w = (round_to(t.to(FP32), variant["operands"]).to(x.dtype) for t in (x, w))
         groups = x.split(problem.lengths) if variant["order"] == ALONE else [x]
         w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
         return torch.cat([torch.nn.functional.linear(part, w, b) for part in groups])
 
-    return problem.whole(("linear", variant["order"], variant["formula"] == "no bias"), run)
+    return problem.whole(("linear", variant["order"], variant["operands"], variant["formula"] == "no bias"), run)
 
 
 def _finished(total: torch.Tensor, bias: torch.Tensor | None, variant: Variant, problem: Problem) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from zerogap.diagnose.adapters import loop_hooks
+from zerogap.diagnose.adapters.capture import capture
 from zerogap.diagnose.adapters.logprobs import defined_logprobs
 from zerogap.diagnose.adapters.loop_hooks import TrlTraces, verl_traces
 from zerogap.diagnose.trace import Definition, load_trace
@@ -151,6 +152,34 @@ def test_the_trainers_positions_count_the_padding(loop):
     [first, second] = trainer.sequences  # prompts of 1 and 3 tokens: padded to 3
     assert first.positions[0] == 2
     assert second.positions[0] == 0
+
+
+def test_weights_and_boundaries_on_request(loop):
+    type(loop).trace_weights = type(loop).trace_boundaries = True
+    folder, unknown = run(loop), 0
+    for call in (0, 1):
+        rollout, trainer = (load_trace(folder / f"step0-{call}-{side}") for side in ("rollout", "trainer"))
+        assert rollout.weights == trainer.weights
+        assert set(rollout.weights) == {name for name, _ in loop.model.named_parameters()}
+        assert "model.rotary_emb.inv_freq" in trainer.buffers
+        with capture(loop.model) as seen, torch.no_grad():
+            for one in rollout.sequences:
+                loop.model(input_ids=torch.from_numpy(one.ids)[None].long())
+        wanted = seen.boundaries()
+        for name in ("embed", "0.q_proj", "0.attention", "0.residual_mlp", "final_norm"):
+            for trace in (rollout, trainer):
+                rows = trace.recorded.boundaries[name]
+                known = ~rows.isnan().any(1)
+                bound = 0.0 if name == "embed" else 1e-5 * float(wanted[name].abs().max())  # FP32, other widths
+                assert float((rows[known] - wanted[name][known]).abs().max()) <= bound
+            assert not trainer.recorded.boundaries[name].isnan().any()
+        assert {"0.q_rope", "0.k_rope"} <= set(trainer.recorded.boundaries) & set(rollout.recorded.boundaries)
+        assert "0.residual_mlp" in trainer.recorded.meaning
+        ends = np.cumsum([len(one.ids) for one in rollout.sequences]) - 1
+        missing = rollout.recorded.boundaries["embed"].isnan().any(1).nonzero()[:, 0].tolist()
+        assert set(missing) <= set(ends.tolist()), "only a last token may not have been read"
+        unknown += len(missing)
+    assert unknown, "a completion that ran out of tokens"
 
 
 def test_log_probs_that_the_rollout_recorded_come_first(loop):

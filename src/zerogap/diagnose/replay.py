@@ -112,6 +112,7 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace) -> Attrib
     rows = _rows(trace, wanted, whole=node.kind in OVER_ROWS)
     given = [_given(node, end, rows) for end in (a, b)]
     (inputs, weights, parameters), (inputs_b, weights_b, parameters_b) = given
+    weights = weights or weights_b  # a trace holds none; the check of weights has compared their sketches
     outs = out_a[rows.index], out_b[rows.index]
     theirs = None if _same_weights(weights, weights_b) else weights_b
     if not alike:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from zerogap.diagnose.config_facts import config_parameters
 from zerogap.diagnose.trace import Definition, Pass, Trace
 
 # (node name, the tensors that the operator reads, by name) -> its output rows
@@ -78,4 +79,4 @@ class RecordedSide:
         return None
 
     def parameters(self, node: str) -> Mapping[str, object]:
-        return {}
+        return config_parameters(node, self.trace.model)

@@ -105,6 +105,7 @@ class TorchSide:
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": str(parameter.device),
             "padding": self._padding,
+            "tensor_parallel_size": 1,
             "threads": torch.get_num_threads(),
         }
 

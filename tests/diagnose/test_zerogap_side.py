@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import tiny_decoder
 from zerogap.diagnose.side import Ask
-from zerogap.diagnose.trace import Definition
+from zerogap.diagnose.trace import Definition, load_trace, save_trace
 from zerogap.diagnose.zerogap_side import RAW, ZerogapSide
 from zerogap.errors import ConfigError
 from zerogap.rollout.engine import Engine
@@ -94,6 +94,11 @@ def test_log_probs_are_those_of_a_rollout():
     definition = Definition(temperature=0.7, processed=True)
     made = ZerogapSide(decoder, [ids], prompt_lengths=[len(SEQUENCES[0])], definition=definition)
     assert np.array_equal(made.trace.recorded.logprobs[0][len(SEQUENCES[0]) :], sample.logprobs)
+
+
+def test_a_saved_trace_can_hold_sketches_of_all_weights(tmp_path):
+    made = side(sketches=True)
+    assert list(load_trace(save_trace(made.trace, tmp_path / "a")).weights) == list(made.decoder.weights)
 
 
 def test_routing_is_recorded():

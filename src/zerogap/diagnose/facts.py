@@ -7,6 +7,7 @@ say) puts the right one in its place, and later checks go on from there.
 import dataclasses
 from collections.abc import Callable
 
+from zerogap.diagnose.bisect import Walk, walk
 from zerogap.diagnose.compare import Difference, difference
 from zerogap.diagnose.findings import Attributed
 from zerogap.diagnose.side import Ask, RecordedSide, Side
@@ -35,6 +36,9 @@ class Facts:
     notes: list[str] = dataclasses.field(default_factory=list)
     attributions: list[Attributed] = dataclasses.field(default_factory=list)
     substituted: dict[str, Difference] = dataclasses.field(default_factory=dict)
+    _walks: dict[tuple[int, int], tuple[Pass, Pass, Walk]] = dataclasses.field(
+        default_factory=dict
+    )  # passes stay alive
     _asked: dict[str, Pass | None] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +84,19 @@ class Facts:
                 found = None
             self._asked[key] = found
         return self._asked[key]
+
+    def walk(self, one: Pass | None = None, other: Pass | None = None, which: str = "a") -> Walk:
+        """The walk over two passes, made once; None: the sides' answers with boundaries.
+
+        Args:
+            which: the side whose sequences the rows are.
+        """
+        one = self.captured("a") if one is None else one
+        other = self.captured("b") if other is None else other
+        key = (id(one), id(other))
+        if key not in self._walks:
+            self._walks[key] = one, other, walk(one, other, self.lengths_of(which))
+        return self._walks[key][2]
 
     def fresh(self, which: str, ask: Ask) -> Pass | None:
         """The same, always computed anew."""

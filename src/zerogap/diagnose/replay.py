@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from zerogap.diagnose.attribute import Attribution, explain
-from zerogap.diagnose.bisect import OVER_ROWS, Divergence, walk, with_logprobs
+from zerogap.diagnose.bisect import OVER_ROWS, Divergence, with_logprobs
 from zerogap.diagnose.compare import recorded_rows
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.findings import Attributed
@@ -176,12 +176,14 @@ def _in_words(name: str, found: Attribution) -> Attributed:
     )
 
 
-def within_side(which: str, one: Pass, other: Pass, facts: Facts) -> tuple[Cause, ...]:
-    """The operator that differs between two passes of one side, if it can be named to its field."""
+def within_side(which: str, one: Pass, other: Pass, facts: Facts) -> tuple[tuple[Cause, ...], str]:
+    """The operator that differs between two passes of one side, if it can be named to its field; and where the passes
+    part first, in words."""
     side = facts.side(which)
-    first = walk(one, other, facts.lengths_of(which)).first
+    first = facts.walk(one, other, which).first
     if first is None:
-        return ()
+        return (), ""
     found = attributed(first, Ends(side, one), Ends(side, other), side.trace)
     facts.attributions.append(found)
-    return () if found.cause.field == UNATTRIBUTED else (found.cause,)
+    named = () if found.cause.field == UNATTRIBUTED else (found.cause,)
+    return named, f"; its passes part first at {first.node.name}"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from zerogap.diagnose.adapters.contract_ops import contract_replacements
 from zerogap.diagnose.adapters.torch_side import TorchSide
-from zerogap.diagnose.bisect import walk
 from zerogap.diagnose.checks import (
     cache,
     definition,
@@ -222,4 +221,4 @@ def _heat(facts: Facts) -> Heat | None:
     lengths = facts.lengths_of("a")
     if lengths != facts.lengths_of("b"):
         return None
-    return heat_of(walk(facts.captured("a"), facts.captured("b"), lengths).distance, lengths)
+    return heat_of(facts.walk().distance, lengths)

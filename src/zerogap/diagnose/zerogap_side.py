@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from zerogap.diagnose.side import Ask
+from zerogap.diagnose.sketch import sketch
 from zerogap.diagnose.tap_boundaries import TapBoundaries, node_of
 from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace
 from zerogap.errors import ConfigError
@@ -95,6 +96,7 @@ class ZerogapSide:
         engine: Callable[..., Engine] = Engine,
         disturb: tap.Callback | None = None,
         recorded: Sequence[np.ndarray] | None = None,
+        sketches: bool = False,
     ) -> None:
         """
         Args:
@@ -102,6 +104,7 @@ class ZerogapSide:
             prompt_lengths: one per sequence; None: 1 each.
             path, batches, definition: of the side's own answer, as in `Ask`.
             recorded: log-probs float32 [N] per sequence that stand in place of the answer's own (a rollout's record).
+            sketches: the trace holds sketches of all weights, as a trace that is saved should.
 
         Raises:
             ConfigError: a sequence that the model cannot read.
@@ -121,7 +124,7 @@ class ZerogapSide:
         answer, seen = self._compute(Ask(path, batches, definition=definition, capture=True))
         if recorded is not None:
             answer = dataclasses.replace(answer, logprobs=tuple(np.asarray(p, np.float32) for p in recorded))
-        self._trace = self._record(answer, seen, name, source)
+        self._trace = self._record(answer, seen, name, source, sketches)
 
     # ---- the protocol
 
@@ -299,7 +302,7 @@ class ZerogapSide:
 
     # ---- the record
 
-    def _record(self, answer: Pass, seen: TapBoundaries, name: str, source: str) -> Trace:
+    def _record(self, answer: Pass, seen: TapBoundaries, name: str, source: str, sketches: bool) -> Trace:
         decoder = self.decoder
         scales = "" if decoder.kv_scales is None else decoder.kv_scales.name
         layers = sorted(seen.experts)
@@ -320,6 +323,7 @@ class ZerogapSide:
             name=name,
             sequences=tuple(sequences),
             passes=(answer,),
+            weights={n: sketch(handle.value()) for n, handle in decoder.weights.items()} if sketches else {},
             settings={"numerics": decoder.numerics.fields()},
             model=decoder.spec.to_hf(),
             source=source,

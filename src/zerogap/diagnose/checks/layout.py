@@ -6,7 +6,6 @@ sides part first at such a product.
 
 from typing import Any
 
-from zerogap.diagnose.bisect import walk
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.side import Side
 from zerogap.diagnose.verdict import Cause, Finding
@@ -39,7 +38,7 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
             return Finding("layout", "not checked", "only one side says how many ranks it runs on", needs=NEEDS)
         return Finding("layout", "passed", f"the same parallel sizes ({', '.join(known)})")
     words = ", ".join(f"{n} {x} and {y}" for n, (x, y) in sorted(apart.items()))
-    found = walk(facts.captured("a"), facts.captured("b"), facts.lengths)
+    found = facts.walk()
     accounts: bool | None = None
     if found.first is not None:
         accounts = found.first.node.name.split(".")[-1] in _SUMS

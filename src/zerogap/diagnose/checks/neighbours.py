@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from zerogap.diagnose.bisect import walk
 from zerogap.diagnose.compare import explains
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.replay import within_side
@@ -21,7 +20,7 @@ from zerogap.diagnose.verdict import Cause, Finding
 
 NEEDS = "give a live side, or record the same sequences once alone and once in other company"
 SEED = 6
-SEARCHED = 4  # sequences that are put into other company
+SEARCHED = 4  # sequences that are put into other company; half as many where every token is a pass
 ROUNDS = 3  # of every kind of company
 
 
@@ -69,7 +68,7 @@ def _trials(which: str, facts: Facts) -> Iterator[Trial]:
     """Company, the most specific kinds first."""
     trace = facts.side(which).trace
     path, definition = facts.answers[which].path, facts.answers[which].definition
-    chosen = _searched(facts)
+    chosen = _searched(facts, SEARCHED if path == "whole" else SEARCHED // 2)
     lengths = [len(trace.sequences[i].ids) for i in chosen]
     highest = max(int(s.ids.max()) for s in trace.sequences) + 1
     generator = np.random.default_rng(SEED)
@@ -99,14 +98,14 @@ def _trials(which: str, facts: Facts) -> Iterator[Trial]:
         yield Trial("batch_size", ask(batches=(order,)), ask())
 
 
-def _searched(facts: Facts) -> list[int]:
-    """At most `SEARCHED` sequences: the shortest, the longest, and those that differ most."""
+def _searched(facts: Facts, count: int) -> list[int]:
+    """At most `count` sequences: the shortest, the longest, and those that differ most."""
     sequences = facts.a.trace.sequences
     by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i].ids))
     difference = facts.difference
     gaps = [np.nansum(np.abs(y.astype(np.float64) - x)) for x, y in zip(difference.a, difference.b)]
     by_gap = sorted(range(len(gaps)), key=lambda i: -gaps[i])
-    return sorted(list(dict.fromkeys([by_length[0], by_length[-1], *by_gap, *by_length]))[:SEARCHED])
+    return sorted(list(dict.fromkeys([by_length[0], by_length[-1], *by_gap, *by_length]))[:count])
 
 
 def _recorded(facts: Facts) -> Finding | None:
@@ -120,9 +119,10 @@ def _recorded(facts: Facts) -> Finding | None:
             if between.differs.any():
                 after = facts.between(other if which == "a" else None, other if which == "b" else None)
                 accounts = explains(facts.difference, after)
-                causes = (*within_side(which, other, answer, facts), Cause("neighbours", "batch_size", ""))
+                named, where = within_side(which, other, answer, facts)
                 text = f"side {which.upper()} recorded other log-probs in other batches: mean |d| {between.mean:.3g}"
-                return Finding("neighbours", "failed", text, causes, evidence={"accounts": accounts})
+                causes = (*named, Cause("neighbours", "batch_size", text + where))
+                return Finding("neighbours", "failed", text + where, causes, evidence={"accounts": accounts})
     return None
 
 
@@ -143,31 +143,32 @@ def _failed(found: list[tuple[str, Trial]], facts: Facts) -> Finding:
     if not accounts and (same := _same_operator(found, facts)) is not None:
         which, trial = same
         accounts = None
-    causes: tuple[Cause, ...] = ()
+    named: tuple[Cause, ...] = ()
+    where = ""
     if accounts and used is not None:
-        causes = within_side(which, used, facts.answers[which], facts)
+        named, where = within_side(which, used, facts.answers[which], facts)
     words = {
         "content": "with what its neighbours hold",
         "row": "with the order of the batch",
         "batch_size": "with the number of neighbours",
         "padding": "with the padding of its batch",
     }
-    text = f"side {which.upper()}'s log-probs change {words[trial.field]}"
-    causes = (*causes, Cause("neighbours", trial.field, text))
+    text = f"side {which.upper()}'s log-probs change {words[trial.field]}{where}"
+    causes = (*named, Cause("neighbours", trial.field, text))
     evidence = {"accounts": accounts, "sides": [w for w, _ in found], "before": before.mean}
     return Finding("neighbours", "failed", text, causes, evidence=evidence)
 
 
 def _same_operator(found: list[tuple[str, Trial]], facts: Facts) -> tuple[str, Trial] | None:
     """A side whose rows change with what its neighbours hold in the very operator that parts the two sides."""
-    first = walk(facts.captured("a"), facts.captured("b"), facts.lengths).first
+    first = facts.walk().first
     for which, trial in found:
         if first is None or trial.field != "content":
             continue
         passes = [facts.again(which, dataclasses.replace(ask, capture=True)) for ask in (trial.against, trial.ask)]
         if passes[0] is None or passes[1] is None:
             continue
-        own = walk(passes[0], passes[1], facts.lengths_of(which)).first
+        own = facts.walk(passes[0], passes[1], which).first
         if own is not None and own.node == first.node:
             return which, trial
     return None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerogap.diagnose.bisect import Divergence, Walk, nodes_of, walk
+from zerogap.diagnose.bisect import Divergence, Walk, nodes_of
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.findings import Attributed
 from zerogap.diagnose.graph import Node
@@ -34,7 +34,7 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
         return Finding("operators", "not checked", f"no boundaries of side {which}", needs=NEEDS)
     if facts.lengths_of("a") != facts.lengths_of("b"):
         return Finding("operators", "not checked", "the sides have other tokens", needs="")
-    found = walk(pass_a, pass_b, facts.lengths)
+    found = facts.walk(pass_a, pass_b)
     facts.notes.extend(found.notes)
     if not found.compared:
         return Finding("operators", "not checked", "no boundary has the same name on both sides", needs=NEEDS)
@@ -153,7 +153,7 @@ def further_kinds(facts: Facts, kinds: Sequence[str]) -> list[Attributed]:
     pass_a, pass_b = _alike(facts)
     if not pass_a.boundaries or not pass_b.boundaries:
         return []
-    found = walk(pass_a, pass_b, facts.lengths)
+    found = facts.walk(pass_a, pass_b)
     nodes = {n.name: n for n in nodes_of(found.compared)}
     known = {nodes[done.node].kind for done in facts.attributions if done.node in nodes}
     out = []

@@ -47,9 +47,10 @@ def _failed(which: str, mine: Pass, after: float, facts: Facts) -> Finding:
     odd = answer.path if answer.path != "whole" else mine.path
     text = f"side {which.upper()} computes other numbers by {answer.path} than by {mine.path}"
     full = f"{text}: by the same path as the other side's, mean |d| {facts.difference.mean:.3g} becomes {after:.3g}"
-    causes = (*within_side(which, mine, answer, facts), Cause("path", odd, text))
+    named, where = within_side(which, mine, answer, facts)
+    causes = (*named, Cause("path", odd, text + where))
     evidence = {"accounts": True, "before": facts.difference.mean, "after": after}
-    return Finding("path", "failed", full, causes, evidence=evidence)
+    return Finding("path", "failed", full + where, causes, evidence=evidence)
 
 
 def _alike(which: str, facts: Facts) -> Iterator[Pass]:
@@ -72,10 +73,9 @@ def _consistent(facts: Facts, path: str) -> Finding:
             if between.differs.any():
                 after = facts.between(found if which == "a" else None, found if which == "b" else None)
                 text = f"side {which.upper()} recorded other log-probs by {found.path}: mean |d| {between.mean:.3g}"
-                causes = (
-                    *within_side(which, answer, found, facts),
-                    Cause("path", found.path if found.path != "whole" else answer.path, text),
-                )
+                named, where = within_side(which, answer, found, facts)
+                odd = found.path if found.path != "whole" else answer.path
+                causes = (*named, Cause("path", odd, text + where))
                 evidence = {"accounts": explains(facts.difference, after)}
                 return Finding("path", "failed", text, causes, evidence=evidence)
     return Finding("path", "passed", f"both sides computed by {path}")

@@ -8,7 +8,6 @@ is known to differ by itself.
 
 import numpy as np
 
-from zerogap.diagnose.bisect import walk
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.side import Side
 from zerogap.diagnose.trace import SequenceTrace
@@ -52,7 +51,7 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
         causes = (Cause("router", "tie_rule", "equal scores, other experts: ties are broken by another rule"),)
         return Finding("routing", "failed", text, causes, evidence={**evidence, "accounts": held >= MOST})
     causes = (Cause("routing", "near_tie", text),)
-    seen = walk(facts.captured("a"), facts.captured("b"), facts.lengths).first is not None
+    seen = facts.walk().first is not None
     accounts = False if seen or held < MOST else None  # what stands before the router parts the sides
     return Finding("routing", "failed", text, causes, evidence={**evidence, "accounts": accounts})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerogap.diagnose.bisect import Walk, nodes_of, walk
+from zerogap.diagnose.bisect import Walk, nodes_of
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.graph import Node
 from zerogap.diagnose.side import Side
@@ -156,7 +156,7 @@ def _tensor(cause: Cause) -> str:
 
 def _accounts(causes: tuple[Cause, ...], facts: Facts) -> bool | None:
     """Whether a differing tensor shows: its operator's output moves further apart than what it reads."""
-    found = walk(facts.captured("a"), facts.captured("b"), facts.lengths)
+    found = facts.walk()
     if not found.compared:
         return True
     nodes = nodes_of(found.compared)

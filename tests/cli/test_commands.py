@@ -20,7 +20,7 @@ from zerogap.errors import ConfigError, ParityError
 from zerogap.verify.ladder import LADDER
 from zerogap.weights.random_model import write_random_model
 
-COMMANDS = ("demo", "train", "audit", "verify", "inspect", "generate", "export")
+COMMANDS = ("demo", "train", "audit", "verify", "diagnose", "inspect", "generate", "export")
 
 
 def test_help_names_every_command_and_imports_no_torch():
@@ -88,7 +88,7 @@ def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path):
         assert name in str(done.exception)
 
 
-@pytest.mark.parametrize("command", ["audit", "verify", "inspect"])
+@pytest.mark.parametrize("command", ["audit", "verify", "diagnose", "inspect"])
 def test_a_results_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_path):
     for place, words in ((tmp_path / "absent" / "facts.json", "no folder"), (tmp_path, "it is a folder")):
         done = CliRunner().invoke(app, [command, "no model or run", "--json", str(place)])

@@ -55,6 +55,7 @@ class Attributed:
         share_a, share_b: of the side's elements that it reproduces, 0 to 1.
         elements, differing: elements of the sample, and those in which the two sides differ.
         alternatives: further variants that reproduce the same bits, in words.
+        between: empty for the two sides; else whose passes these are (`two passes of side A`).
     """
 
     node: str
@@ -66,6 +67,7 @@ class Attributed:
     elements: int = 0
     differing: int = 0
     alternatives: tuple[str, ...] = ()
+    between: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

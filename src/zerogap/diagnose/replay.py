@@ -109,6 +109,24 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace) -> Attrib
     out_a, out_b = (with_logprobs(end.found).boundaries[node.name] for end in (a, b))
     wanted = divergence.equal_inputs if alike else torch.ones_like(divergence.rows)
     wanted = wanted & recorded_rows(out_a) & recorded_rows(out_b)
+    found = _replayed(node, alike, wanted, a, b, trace)
+    parted = wanted & _in_sequences(trace, divergence.rows)
+    if found.cause.field == UNATTRIBUTED and bool((parted != wanted).any()):
+        # A side may compute each sequence by another form; those that part are the ones to be explained.
+        again = _replayed(node, alike, parted, a, b, trace)
+        found = found if again.cause.field == UNATTRIBUTED else again
+    return found
+
+
+def _in_sequences(trace: Trace, rows: torch.Tensor) -> torch.Tensor:
+    """bool [R]: rows of sequences that have any of the given ones."""
+    parts = rows.split([len(s.ids) for s in trace.sequences])
+    return torch.cat([torch.full_like(part, bool(part.any())) for part in parts])
+
+
+def _replayed(node: Node, alike: bool, wanted: torch.Tensor, a: Ends, b: Ends, trace: Trace) -> Attributed:
+    """The search over the wanted rows."""
+    out_a, out_b = (with_logprobs(end.found).boundaries[node.name] for end in (a, b))
     rows = _rows(trace, wanted, whole=node.kind in OVER_ROWS)
     given = [_given(node, end, rows) for end in (a, b)]
     (inputs, weights, parameters), (inputs_b, weights_b, parameters_b) = given
@@ -184,6 +202,6 @@ def within_side(which: str, one: Pass, other: Pass, facts: Facts) -> tuple[tuple
     if first is None:
         return (), ""
     found = attributed(first, Ends(side, one), Ends(side, other), side.trace)
-    facts.attributions.append(found)
+    facts.attributions.append(dataclasses.replace(found, between=f"two passes of side {which.upper()}"))
     named = () if found.cause.field == UNATTRIBUTED else (found.cause,)
     return named, f"; its passes part first at {first.node.name}"

@@ -119,8 +119,12 @@ def _shares(report: Report) -> Iterator[Line]:
 
 
 def _attributed(found: Attributed) -> Iterator[Line]:
-    yield Line(f"  {found.node}: {found.cause.name}  ({found.differing:,} of {found.elements:,} elements differ)")
-    for side, form, share in (("A", found.variant_a, found.share_a), ("B", found.variant_b, found.share_b)):
+    where = f", {found.between}" if found.between else ""
+    yield Line(
+        f"  {found.node}: {found.cause.name}{where}  ({found.differing:,} of {found.elements:,} elements differ)"
+    )
+    names = ("one", "other") if found.between else ("A", "B")
+    for side, form, share in zip(names, (found.variant_a, found.variant_b), (found.share_a, found.share_b)):
         known = f"{form}  reproduces {share:.1%}" if form else "not reproduced by any known form"
         yield from _wrapped(f"    {side}: ", known, "" if form else "open")
     for form in found.alternatives[:ALTERNATIVES]:

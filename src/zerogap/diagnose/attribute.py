@@ -1,8 +1,9 @@
 """Attribution by reproduction: which form of an operator gives each side's recorded bits, in which field they differ.
 
-A form is named only if it was computed from the captured inputs and gave the recorded elements: nearly all of them, and
-nearly all of those in which the sides differ. Where several forms fit equally, all are listed, and a field is named
-only if every smallest explanation contains it. What no form reproduces is called unattributed.
+A form is named only if it was computed from the captured inputs and gave the recorded elements: all of them, but for at
+most a hundredth as many as those in which the sides differ (where fewer than a hundred differ: all). Where several
+forms fit equally, all are listed, and a field is named only if every smallest explanation contains it. What no form
+reproduces is called unattributed.
 """
 
 import dataclasses
@@ -16,8 +17,10 @@ from zerogap.diagnose.simulate import SIMULATORS, Simulator
 from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
 from zerogap.diagnose.verdict import OPERATORS, UNATTRIBUTED, UNKNOWN, Cause
 
-CLAIM = 0.99  # least share of elements, of all and of differing ones
-FEW = 8  # with fewer differing elements than this, all of them have to fit
+CLAIM = 0.99  # a form is named if what it does not give is at most 1 - CLAIM of the differing elements: few, so none
+NEAR = (
+    0.95  # share of the small sample, of all elements and of differing ones, from which on a form is looked at closely
+)
 ROWS, COLUMNS = 64, 1024  # of the sample that decides
 SMALL_ROWS, SMALL_COLUMNS = 12, 32  # of the sample that sorts out
 KEPT = 3  # best forms around which two fields are changed
@@ -173,9 +176,19 @@ class _Fit:
     differing: int
 
     @property
+    def wrong(self) -> int:
+        """Elements that the form does not give."""
+        return round((1.0 - self.share_all) * self.elements)
+
+    @property
     def holds(self) -> bool:
-        few = self.differing < FEW
-        return self.share_all >= CLAIM and self.share_differing >= (1.0 if few else CLAIM)
+        """True if hardly more is wrong than would be a hundredth of what is to be explained."""
+        return self.elements > 0 and self.wrong <= (1.0 - CLAIM) * self.differing
+
+    @property
+    def promising(self) -> bool:
+        """True if a form is worth the sample that decides."""
+        return self.share_all >= NEAR and self.share_differing >= NEAR
 
     @property
     def order(self) -> tuple[float, float]:
@@ -199,7 +212,7 @@ class _Search:
         if self.pair.alike and not self.any_difference and self._done():
             return
         self._expand(1)
-        for variant in bases:
+        for variant in self._near(bases):
             if self._done():
                 return
             self._try(self._changes(variant, 1))
@@ -241,6 +254,13 @@ class _Search:
         top = max((f.order for f in self.fits[side]), default=None)
         return [f for f in self.fits[side] if f.order == top]
 
+    def _near(self, variants: list[Variant]) -> list[Variant]:
+        """Those that come closest to a side that nothing reproduces yet."""
+        open_sides = [side for side in (0, 1) if not self.fits[side]]
+        known = [v for v in variants if v in self.seen]
+        ranked = [sorted(known, key=lambda v: self.seen[v][side].order, reverse=True)[:KEPT] for side in open_sides]
+        return list(dict.fromkeys(v for found in ranked for v in found))
+
     def _nearest(self, side: int) -> list[Variant]:
         """The forms that came closest to a side on the small sample, most of all where the sides differ."""
         ranked = sorted(self.seen, key=lambda v: self.seen[v][side].order, reverse=True)
@@ -252,12 +272,11 @@ class _Search:
                 continue
             fits = self._fit(variant, self.pair.small)
             self.seen[variant] = fits
-            if not any(f.holds for f in fits):
-                continue
-            final = self._fit(variant, self.pair.large)
-            for side in (0, 1):
-                if fits[side].holds and final[side].holds:
-                    self.fits[side].append(final[side])
+            if any(f.promising for f in fits):
+                final = self._fit(variant, self.pair.large)
+                for side in (0, 1):
+                    if final[side].holds:
+                        self.fits[side].append(final[side])
 
     def _fit(self, variant: Variant, problems: tuple[Problem, Problem]) -> tuple[_Fit, _Fit]:
         first = self.simulator.simulate(variant, problems[0])

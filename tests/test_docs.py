@@ -23,7 +23,7 @@ from zerogap.rl.reward import RewardFunctions
 from zerogap.verify.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "skills").glob("*/*.md")])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 # Folders that a page names because they are planned, or made by a command.
 NOT_HERE = {
@@ -35,6 +35,7 @@ NOT_HERE = {
     "build/",
     "benchmarks/results/",
     "report.html",
+    "report.json",
 }
 # Names of metrics look like paths.
 METRICS = {name for m in itertools.chain(*dictionary.SECTIONS.values()) for name in (m.name, *m.peers.values())}

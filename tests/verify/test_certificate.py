@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -137,9 +138,20 @@ def test_a_sample_is_a_share(record, sample):
 def test_one_changed_weight_is_refused_by_name_before_anything_is_computed(record, model, tmp_path):
     result = check(record, model=str(changed_model(model, tmp_path / "changed")))
     assert not result.accepted
-    assert list(refused(result)) == [f"weights.{WEIGHT}"]
+    assert list(refused(result)) == [f"model.tensors.{WEIGHT}", f"weights.{WEIGHT}"]
     assert result.compared == 0
     assert next(line.field for line in result.lines if line.verdict == LEFT) == "neighbours"
+
+
+def test_a_bit_that_the_contract_rounds_away_is_refused_too(model, tmp_path):
+    record = seal(certify(str(model), preset("fp8")))
+    shutil.copytree(model, tmp_path / "changed")
+    tensors = load_file(tmp_path / "changed" / "model.safetensors")
+    small = tensors[WEIGHT].reshape(-1)
+    small.view(torch.int16)[small.abs().argmin()] ^= 1
+    save_file(tensors, tmp_path / "changed" / "model.safetensors", metadata={"format": "pt"})
+    result = check(record, model=str(tmp_path / "changed"))
+    assert list(refused(result)) == [f"model.tensors.{WEIGHT}"]
 
 
 # What is edited, and the fields that are refused: for cheap fields, and for those that only a re-run can find.
@@ -152,6 +164,7 @@ EDITS = [
     ("model.parameters", 5, "model.parameters"),
     ("model.tokenizer", "ab" * 32, "model.tokenizer"),
     ("model.source", "nowhere/", "model"),
+    (f"model.tensors.{WEIGHT}", "0" * 32, f"model.tensors.{WEIGHT}"),
     (f"weights.0.changed.{WEIGHT}", "0" * 32, f"weights.{WEIGHT}"),
     ("weights.1.version", 0, "weights.version 0"),
     ("sequences.0", "7 700 3", "sequences[0]"),
@@ -188,7 +201,7 @@ CAUSES = [  # what is run becomes another thing, found by a small sample, too
 
 
 def edit(record, path, value):
-    *parents, last = path.split(".", path.count(".") if "model.layers" not in path else 3)
+    *parents, last = path.removesuffix(f".{WEIGHT}").split(".") + ([WEIGHT] if path.endswith(WEIGHT) else [])
     place = record
     for part in parents:
         place = place[int(part) if isinstance(place, list) else part]

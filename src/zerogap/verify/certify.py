@@ -15,7 +15,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,18 @@ import numpy as np
 import torch
 import transformers
 
-from zerogap import env
 from zerogap.config import RunConfig
 from zerogap.errors import ConfigError, ZerogapError
 from zerogap.models.decoder import Decoder
 from zerogap.numerics import Numerics
+from zerogap.ops.cpu import library
+from zerogap.ops.digest import digest
 from zerogap.text import Tokenizer
+from zerogap.types import BlockCodes
 from zerogap.verify import neighbours
 from zerogap.verify.audit import AuditResult, audit_run
 from zerogap.verify.certificate import FORMAT, VERSION, Record, as_ids, as_text, canonical
-from zerogap.verify.checks import Subject, Tally
+from zerogap.verify.checks import NamedTensor, Subject, Tally
 from zerogap.verify.faults import Fault, planted
 from zerogap.verify.ladder import LADDER, CheckResult, climb, subject_for
 from zerogap.verify.paths import Ids
@@ -49,12 +51,17 @@ CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_b
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Opened:
-    """A model, opened and loaded under a contract: the decoder that neighbours and ladder work on."""
+    """A model, opened and loaded under a contract: the decoder that neighbours and ladder work on.
+
+    Attributes:
+        tensors: digest of every tensor as it is on disk, by name: a contract that quantises computes with less of them.
+    """
 
     source: str
     files: ModelFiles
     decoder: Decoder
     tokenizer: Tokenizer
+    tensors: Mapping[str, str]
 
 
 class Clock:
@@ -81,9 +88,17 @@ def open_loaded(source: str, numerics: Numerics) -> Opened:
     """
     files = open_model(source)
     tokenizer = tokenizer_of(source, files)
-    return Opened(
-        source, files, Decoder(files.spec, numerics, max_positions=POSITIONS).load(files.tensors()), tokenizer
-    )
+    tensors: dict[str, str] = {}
+    decoder = Decoder(files.spec, numerics, max_positions=POSITIONS).load(_digested(files.tensors(), tensors))
+    return Opened(source, files, decoder, tokenizer, tensors)
+
+
+def _digested(tensors: Iterable[NamedTensor], found: dict[str, str]) -> Iterator[NamedTensor]:
+    """The same tensors; their digests are noted on the way."""
+    for name, tensor in tensors:
+        parts = (tensor.codes, tensor.scales) if isinstance(tensor, BlockCodes) else (tensor,)
+        found[name] = digest(*parts)
+        yield name, tensor
 
 
 def tokenizer_of(source: str, files: ModelFiles) -> Tokenizer:
@@ -149,7 +164,7 @@ def _run_and_audit(short: ShortRun, source: str, fault: Fault | None, watch: Clo
             empty = {"run": {"recipe": dict(short.recipe), "prompts": [], "steps": []}, "weights": [], "audit": []}
             return empty | {"layouts": {}, "failed": f"{type(error).__name__}: {error}"}
     layouts = {
-        "run": f"page size {short.recipe['rollout']['page_size']}, {env.num_threads()} threads",
+        "run": f"page size {short.recipe['rollout']['page_size']}, {library.num_threads()} threads",
         "audit": "; ".join(audited.notes),
         "neighbours": f"page sizes {neighbours.PAGES}, chunks {neighbours.CHUNKS}, lengths {neighbours.LENGTHS}",
     }
@@ -249,15 +264,16 @@ def _identity_of(opened: Opened, seed: int) -> Record:
         "version": VERSION,
         "identity": dataclasses.asdict(decoder.identity),
         "contract": decoder.numerics.fields(),
-        "model": model_facts(opened.source, opened.files),
+        "model": model_facts(opened),
         "versions": versions(),
         "hardware": hardware(),
         "seed": seed,
     }
 
 
-def model_facts(source: str, files: ModelFiles) -> Record:
+def model_facts(opened: Opened) -> Record:
     """The record's section `model`."""
+    files = opened.files
     tokenizer = hashlib.sha256()
     parts = {**files.tokenizer_files(), "chat template": (files.chat_template or "").encode()}
     for name in sorted(parts):
@@ -265,11 +281,12 @@ def model_facts(source: str, files: ModelFiles) -> Record:
     spec = dataclasses.asdict(files.spec)
     size = sum(math.prod(weight.shape) for weight in files.spec.weight_specs(Numerics()).values())
     return {
-        "source": source,
+        "source": opened.source,
         "kind": "GGUF file" if files.source.suffix == ".gguf" else "Hugging Face folder",
         "parameters": size,
         "spec": json.loads(canonical(spec)),
         "tokenizer": tokenizer.hexdigest(),
+        "tensors": dict(opened.tensors),
     }
 
 

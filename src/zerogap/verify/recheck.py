@@ -222,7 +222,7 @@ def _recipe(record: Mapping[str, Any], result: Checked) -> None:
 
 def _model(record: Mapping[str, Any], opened: Opened, result: Checked) -> None:
     """Spec, key by key, and tokenizer."""
-    theirs, ours = record["model"], model_facts(opened.source, opened.files)
+    theirs, ours = record["model"], model_facts(opened)
     result.add(
         "model.source", theirs["source"], ours["source"], ACCEPTED if theirs["source"] == ours["source"] else OTHER
     )
@@ -236,6 +236,10 @@ def _model(record: Mapping[str, Any], opened: Opened, result: Checked) -> None:
         result.add("model.spec", f"{len(theirs['spec'])} keys", f"{len(ours['spec'])} keys")
     result.add("model.parameters", theirs["parameters"], ours["parameters"])
     result.add("model.tokenizer", theirs["tokenizer"][:16], ours["tokenizer"][:16])
+    for name, a, b in _differences(theirs["tensors"], ours["tensors"]):
+        result.add(f"model.tensors.{name}", a, b, REFUSED)
+    if theirs["tensors"] == ours["tensors"]:
+        result.add("model.tensors", f"{len(theirs['tensors'])} digests", f"{len(ours['tensors'])} digests")
 
 
 def _weights(record: Mapping[str, Any], opened: Opened, result: Checked) -> None:

@@ -18,6 +18,7 @@ from zerogap.diagnose.trace import Definition, load_trace
 from zerogap.errors import ConfigError
 
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7], [4]]
+EVEN = [[5, 6, 7], [8, 9, 4], [5, 6, 7], [4, 4, 4]]  # transformers then passes no mask
 PAD, END, NEW = 0, 1, 12
 
 
@@ -40,7 +41,7 @@ def left_padded(rows):
 class Loop:
     """What TrlTraces meets in GRPOTrainer: one generation for two micro-batches, then the loss of each."""
 
-    shows_logprobs, keeps_rollout = True, False
+    shows_logprobs, keeps_rollout, prompts, use_cache = True, False, PROMPTS, True
 
     def __init__(self, temperature=0.7):
         self.model = tiny_model()
@@ -53,8 +54,9 @@ class Loop:
         self.micro = []
 
     def generate(self):
-        ids, mask = left_padded(PROMPTS)
+        ids, mask = left_padded(self.prompts)
         settings = GenerationConfig(
+            use_cache=self.use_cache,
             max_new_tokens=NEW, do_sample=True, temperature=self.args.temperature, top_k=0, pad_token_id=PAD,
             eos_token_id=END,
         )  # fmt: skip
@@ -120,7 +122,9 @@ def run(loop, steps=2):
     return loop.trace_folder
 
 
-def test_both_sides_of_a_loop_are_recorded(loop):
+@pytest.mark.parametrize(("given", "use_cache"), [(PROMPTS, True), (EVEN, True), (PROMPTS, False)])
+def test_both_sides_of_a_loop_are_recorded(loop, given, use_cache):
+    type(loop).prompts, type(loop).use_cache = given, use_cache
     folder = run(loop)
     names = sorted(p.name for p in folder.iterdir())
     assert names == ["step0-0-rollout", "step0-0-trainer", "step0-1-rollout", "step0-1-trainer"], "step 1 is off"
@@ -143,7 +147,7 @@ def test_both_sides_of_a_loop_are_recorded(loop):
                 got = side.recorded.logprobs[i]
                 assert np.isnan(got[: a.prompt_length]).all()
                 np.testing.assert_allclose(got[a.prompt_length :], wanted, atol=2e-5)
-    assert sorted(prompts) == sorted(PROMPTS)
+    assert sorted(prompts) == sorted(given)
     assert NEW in lengths and min(lengths) < NEW, "one completion ran out of tokens, one ended early"
 
 
@@ -154,7 +158,9 @@ def test_the_trainers_positions_count_the_padding(loop):
     assert second.positions[0] == 0
 
 
-def test_weights_and_boundaries_on_request(loop):
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_weights_and_boundaries_on_request(loop, use_cache):
+    type(loop).use_cache = use_cache
     type(loop).trace_weights = type(loop).trace_boundaries = True
     folder, unknown = run(loop), 0
     for call in (0, 1):
@@ -188,6 +194,14 @@ def test_log_probs_that_the_rollout_recorded_come_first(loop):
     numbers = np.concatenate(rollout.recorded.logprobs)
     assert set(numbers[~np.isnan(numbers)].tolist()) == {-0.125}
     assert rollout.sequences[0].versions is None
+
+
+def test_a_generation_that_was_not_heard_leaves_no_numbers(loop, caplog):
+    loop.generate()
+    rollout = load_trace(run(loop, steps=1) / "step0-0-rollout")
+    assert np.isnan(np.concatenate(rollout.recorded.logprobs)).all()
+    assert rollout.sequences[0].versions is None
+    assert "did not hear" in caplog.text
 
 
 def test_a_loss_that_shows_no_log_probs_is_refused(loop):

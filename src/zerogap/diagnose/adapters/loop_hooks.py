@@ -8,6 +8,7 @@ that TRL without vLLM keeps no log-probs of its generation; they are then taken 
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from zerogap.diagnose.sketch import sketch
 from zerogap.diagnose.trace import Definition, Trace, save_trace
 from zerogap.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _KEPT_ROWS = 4096  # generated sequences that are remembered until the trainer scores them
 
 
@@ -156,15 +158,18 @@ def _trl_pair(trainer: Any, inputs: Mapping[str, Any], listener: "_Listener") ->
         mend = "take TRL 1.16 or later: its loss shows per-token log-probs (log_probs of the model's output)"
         raise ConfigError("trl", version("trl"), mend)
     rows = padded_rows(*batch, recorded, listener.scored[:, -completions.shape[1] :])
-    made, rollout_rows = -1, []
+    made, rollout_rows, lost = -1, [], 0
     if recorded is None:
         for row in rows:
             row["logprobs_a"], made, found = listener.recall(row["ids"], row["prompt_length"])
-            row["versions"] = np.full(len(row["ids"]), made, np.int64)
+            row["versions"] = None if made < 0 else np.full(len(row["ids"]), made, np.int64)
             rollout_rows.append(found)
+            lost += made < 0
     positions = _trained_positions(inputs, listener.positions) if _is_rotary(trainer.model.config) else None
     sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm", "bf16", "fp16")
     settings = {n: getattr(arguments, n, None) for n in sampling} | {"loop": "TRL", "step": listener.step}
+    if lost:
+        _log.warning("the hook did not hear how %d of %d sequences were generated: no log-probs", lost, len(rows))
     definition = Definition(float(arguments.temperature), True, 0, 1.0, 0.0)
     names = "TRL generation", "TRL trainer"
     pair = pair_of_traces(rows, name=f"step {listener.step}", names=names, definition=definition, settings=settings)
@@ -300,21 +305,43 @@ class _Heard:
 
     Attributes:
         prompts: token ids per row, without padding.
-        tokens: completion so far per row, with whatever follows its end.
-        logprobs: of `tokens`.
         pending: [B, V] logits for the next token.
         length: tokens per row that the model has seen, padding included.
         made: optimizer step of the weights.
+        whole: [B, T] ids of the last pass that read more than one token per row.
+        tokens: completion so far per row, with whatever follows its end.
+        logprobs: of `tokens`.
         forwards: what each pass computed, if that is recorded.
     """
 
     prompts: list[tuple[int, ...]]
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
     pending: torch.Tensor
     length: int
     made: int
+    whole: torch.Tensor
+    tokens: list[list[int]] = dataclasses.field(default_factory=list)
+    logprobs: list[list[float]] = dataclasses.field(default_factory=list)
     forwards: list[Forward] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.logprobs = [[] for _ in self.prompts], [[] for _ in self.prompts]
+
+    def goes_on(self, ids: torch.Tensor) -> bool:
+        """Whether a pass over one token more reads the next token: alone, or without a cache behind all others."""
+        return ids.shape[1] == 1 or torch.equal(ids[:, :-1], self.whole)
+
+
+def _length(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> int:
+    """Tokens per row after a pass, padding included; transformers leaves out a mask of ones."""
+    if mask is not None:
+        return mask.shape[1]
+    return ids.shape[1] if positions is None else int(positions.max()) + 1
+
+
+def _last_column(forward: Forward) -> Forward:
+    length = forward.shape[1]
+    tensors = {name: rows[length - 1 :: length] for name, rows in forward.tensors.items()}
+    return Forward((forward.shape[0], 1), tensors)
 
 
 class _Listener:
@@ -342,31 +369,27 @@ class _Listener:
             self.scored = output.log_probs.detach()
             self.positions = options.get("position_ids")
             return
-        mask, ids = options.get("attention_mask"), options.get("input_ids")
-        logits = getattr(output, "logits", None)
-        whole = isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor) and mask.ndim == 2
-        if torch.is_grad_enabled() or not whole or logits is None or mask is None or ids is None:
+        ids, mask, logits = options.get("input_ids"), options.get("attention_mask"), getattr(output, "logits", None)
+        usual = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+        if torch.is_grad_enabled() or not isinstance(ids, torch.Tensor) or logits is None or not usual:
             return
         last = self.heard[-1] if self.heard else None
-        if last is not None and len(ids) == len(last.prompts) and mask.shape[1] == last.length + 1:
-            self._follow(last, ids[:, -1].tolist())
-            last.pending, last.length = logits[:, -1].detach().clone(), mask.shape[1]
-            last.forwards += [forward] if forward is not None else []
-            return
-        if ids.shape != mask.shape:
-            return  # no start of a generation: neither a prompt nor the next token of the last one
-        prompts = [tuple(row[keep].tolist()) for row, keep in zip(ids, mask.bool())]
-        empty: list[list[Any]] = [[[] for _ in prompts] for _ in range(2)]
-        heard = _Heard(prompts, empty[0], empty[1], logits[:, -1].detach().clone(), mask.shape[1], self.step)
-        heard.forwards += [forward] if forward is not None else []
-        self.heard.append(heard)
+        pending, length = logits[:, -1].detach().clone(), _length(ids, mask, options.get("position_ids"))
+        if last is not None and len(ids) == len(last.prompts) and length == last.length + 1 and last.goes_on(ids):
+            for row, token in enumerate(ids[:, -1].tolist()):
+                last.tokens[row].append(token)
+                last.logprobs[row].append(self._logprob(last.pending[row], token))
+            last.pending, last.length = pending, length
+            last.whole = ids.detach().clone() if ids.shape[1] > 1 else last.whole
+            last.forwards += [] if forward is None else [_last_column(forward)]
+        elif ids.shape[1] == length:
+            keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            prompts = [tuple(row[kept].tolist()) for row, kept in zip(ids, keep)]
+            heard = _Heard(prompts, pending, length, self.step, ids.detach().clone())
+            heard.forwards += [] if forward is None else [forward]
+            self.heard.append(heard)
         while len(self.heard) > 1 and sum(len(h.prompts) for h in self.heard) > _KEPT_ROWS:
             self.heard.pop(0)
-
-    def _follow(self, heard: _Heard, tokens: Sequence[int]) -> None:
-        for row, token in enumerate(tokens):
-            heard.tokens[row].append(token)
-            heard.logprobs[row].append(self._logprob(heard.pending[row], token))
 
     def _logprob(self, logits: torch.Tensor, token: int) -> float:
         pair = np.array([token, token])  # the row scores the second

@@ -10,6 +10,7 @@ operator's tensor under this name (a residual stream that is returned beside the
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -117,8 +118,9 @@ def walk(a: Pass, b: Pass, lengths: Sequence[int]) -> Walk:
     """
     a, b = with_logprobs(a), with_logprobs(b)
     trusted: set[str] = set()
+    twins = _twins(a), _twins(b)
     while True:
-        found, aside = _walk(a, b, lengths, trusted)
+        found, aside = _walk(a, b, lengths, trusted, twins)
         # What was set aside is real after all if what follows it parts the sides by itself.
         needed = aside & {n.name for n in found.first.region} if found.first is not None else set()
         if not needed:
@@ -135,7 +137,23 @@ def with_logprobs(found: Pass) -> Pass:
     return dataclasses.replace(found, boundaries={**found.boundaries, "logprob": last})
 
 
-def _walk(a: Pass, b: Pass, lengths: Sequence[int], trusted: set[str]) -> tuple[Walk, set[str]]:
+Twins = Mapping[str, Sequence[str]]
+
+
+def _twins(found: Pass) -> Twins:
+    """Node -> all nodes, itself among them, under which the same tensor was recorded; tensors of zeros are left out."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in found.boundaries.items():
+        if tensor.any():
+            bits = tensor.contiguous().view(torch.uint8).numpy()
+            key = (tensor.shape, tensor.dtype, hashlib.blake2b(bits.data, digest_size=16).digest())
+            groups.setdefault(key, []).append(name)
+    return {name: names for names in groups.values() for name in names}
+
+
+def _walk(
+    a: Pass, b: Pass, lengths: Sequence[int], trusted: set[str], twins: tuple[Twins, Twins]
+) -> tuple[Walk, set[str]]:
     """One walk, and the names of the recordings that were set aside; those in `trusted` never are."""
     aside: set[str] = set()
     shared = [n for n in a.boundaries if n in b.boundaries]
@@ -152,7 +170,7 @@ def _walk(a: Pass, b: Pass, lengths: Sequence[int], trusted: set[str]) -> tuple[
             notes.append(f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} cannot be compared")
             continue
         bits = unequal(x, y)
-        if bits.any() and name not in trusted and (why := _misrecorded(name, a, b)):
+        if bits.any() and name not in trusted and (why := _misrecorded(name, a, b, twins)):
             aside.add(name)
             notes.append(f"{name}: {why}; set aside")
             continue
@@ -194,19 +212,16 @@ def _distance(name: str, x: torch.Tensor, y: torch.Tensor, bits: torch.Tensor) -
     return out
 
 
-def _misrecorded(name: str, a: Pass, b: Pass) -> str:
+def _misrecorded(name: str, a: Pass, b: Pass, twins: tuple[Twins, Twins]) -> str:
     """Why a side's recording is not this operator's output, or empty."""
-    for side, own, other in (("A", a, b), ("B", b, a)):
+    for side, own, other, same in (("A", a, b, twins[0]), ("B", b, a, twins[1])):
         x, y = own.boundaries[name], other.boundaries[name]
         rows = recorded_rows(x)
         if rows.any() and not x[rows].any() and bool(y.any()):
             return f"{side} recorded nothing but zeros"
-        for twin, tensor in own.boundaries.items():
-            if twin == name or tensor.shape != x.shape or tensor.dtype != x.dtype:
-                continue
-            same = not unequal(tensor, x).any() and bool(x.any())
+        for twin in same.get(name, ()):
             theirs = other.boundaries.get(twin)
-            if same and (theirs is None or theirs.shape != y.shape or unequal(theirs, y).any()):
+            if twin != name and (theirs is None or theirs.shape != y.shape or unequal(theirs, y).any()):
                 return f"{side} recorded the tensor of {twin} under this name"
     return ""
 

@@ -270,13 +270,19 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     return problem.cut(out)
 
 
+def _stored(problem: Problem) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values in one dtype: under autocast the rotated ones are FP32, and are cast to the output's."""
+    same = len({t.dtype for t in problem.inputs}) == 1
+    return problem.inputs if same else tuple(t.to(problem.out.dtype) for t in problem.inputs)
+
+
 def _heads(
     problem: Problem, found: Sizes, heads: list[int], first: int, length: int, interleaved: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """q, k, v of one sequence as [heads, T, D] in the stored dtype."""
     group = found.heads // found.kv_heads
     picked = [h % found.kv_heads if interleaved else h // group for h in heads]
-    parts = [t[first : first + length].unflatten(1, (-1, found.dim)).transpose(0, 1) for t in problem.inputs]
+    parts = [t[first : first + length].unflatten(1, (-1, found.dim)).transpose(0, 1) for t in _stored(problem)]
     return parts[0][heads], parts[1][picked], parts[2][picked]
 
 
@@ -285,7 +291,7 @@ def _contract(problem: Problem, found: Sizes, fp8: bool = False, power: bool = F
     numerics = preset("bf16" if problem.storage == "bf16" else "fp32")
     if fp8:
         numerics = preset("bf16", kv=DType.FP8, kv_scale="per_token_head", scale_format="pow2" if power else "fp32")
-    return contract_output("attention", problem.inputs, {}, {**sizes, "lengths": list(found.lengths)}, numerics)
+    return contract_output("attention", _stored(problem), {}, {**sizes, "lengths": list(found.lengths)}, numerics)
 
 
 def _sdpa(problem: Problem, found: Sizes) -> torch.Tensor:

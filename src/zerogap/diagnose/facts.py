@@ -23,6 +23,7 @@ class Facts:
         progress: told in words what comes next.
         thorough: dear checks run even where the sides agree.
         answers: each side's pass that is compared.
+        aligned: a side's pass by the other's path or in the other's company, where that removes the difference.
         notes: what was set aside, for the report.
         attributions: operators that were replayed.
         substituted: cause part (`definition`, `state`) -> the difference that is left once it is substituted.
@@ -33,6 +34,7 @@ class Facts:
     progress: Callable[[str], None] = lambda text: None
     thorough: bool = False
     answers: dict[str, Pass] = dataclasses.field(default_factory=dict)
+    aligned: dict[str, Pass] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     attributions: list[Attributed] = dataclasses.field(default_factory=list)
     substituted: dict[str, Difference] = dataclasses.field(default_factory=dict)

@@ -36,8 +36,8 @@ class OperatorShare:
         kind: of the operators.
         share: 1 - mean|d with all operators of `kind` replaced by the other side's| / mean|d|; small or negative where
             other kinds keep the sides apart.
-        alone: mean|d with all operators of every *other* kind replaced| / mean|d|: what this kind makes by itself; None
-            where that could not be computed.
+        alone: what this kind adds by itself: (mean|d with all other kinds replaced| - mean|d with all kinds replaced|)
+            / mean|d|; None where that could not be computed.
     """
 
     kind: str

@@ -91,13 +91,15 @@ def weights_of(node: Node, side: Side) -> Mapping[str, torch.Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace) -> Attributed:
+def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace, *, mixed: bool = False) -> Attributed:
     """Name the operator, and the field of its numerics if both sides' bits could be reproduced.
 
     Args:
         divergence: where two passes part. Rows with equal inputs are replayed; where there are none, each side is
             replayed on its own.
         trace: whose tokens the rows are.
+        mixed: a pass may compute some rows by one form and some by another (a prompt, then decoding): only rows that
+            differ are to be reproduced.
     """
     node = divergence.node
     if divergence.region:
@@ -109,6 +111,8 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace) -> Attrib
     out_a, out_b = (with_logprobs(end.found).boundaries[node.name] for end in (a, b))
     wanted = divergence.equal_inputs if alike else torch.ones_like(divergence.rows)
     wanted = wanted & recorded_rows(out_a) & recorded_rows(out_b)
+    if mixed:
+        return _replayed(node, alike, wanted, a, b, trace, divergence.rows)
     found = _replayed(node, alike, wanted, a, b, trace)
     parted = wanted & _in_sequences(trace, divergence.rows)
     if found.cause.field == UNATTRIBUTED and bool((parted != wanted).any()):
@@ -124,10 +128,16 @@ def _in_sequences(trace: Trace, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.full_like(part, bool(part.any())) for part in parts])
 
 
-def _replayed(node: Node, alike: bool, wanted: torch.Tensor, a: Ends, b: Ends, trace: Trace) -> Attributed:
-    """The search over the wanted rows."""
+def _replayed(
+    node: Node, alike: bool, wanted: torch.Tensor, a: Ends, b: Ends, trace: Trace, only: torch.Tensor | None = None
+) -> Attributed:
+    """The search over the wanted rows; of those that are handed on, `only` some are to be reproduced."""
     out_a, out_b = (with_logprobs(end.found).boundaries[node.name] for end in (a, b))
-    rows = _rows(trace, wanted, whole=node.kind in OVER_ROWS)
+    over_rows = node.kind in OVER_ROWS
+    if only is not None:
+        out_a, out_b = (out.masked_fill(~only[:, None], float("nan")) for out in (out_a, out_b))
+        wanted = wanted if over_rows else wanted & only
+    rows = _rows(trace, wanted, whole=over_rows)
     given = [_given(node, end, rows) for end in (a, b)]
     (inputs, weights, parameters), (inputs_b, weights_b, parameters_b) = given
     weights = weights or weights_b  # a trace holds none; the check of weights has compared their sketches
@@ -180,10 +190,13 @@ def _same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
 def _in_words(name: str, found: Attribution) -> Attributed:
     a, b = found.a, found.b
     some = a or b
+    cause = found.cause
+    if found.same and cause == UNKNOWN:
+        cause = dataclasses.replace(UNKNOWN, detail=f"{name}: one form gives both sides' bits, so it is not the cause")
     others = [str(v) for r in (a, b) if r is not None for v in r.alternatives]
     return Attributed(
         name,
-        found.cause,
+        cause,
         "" if a is None else str(a.variant),
         0.0 if a is None else a.share_all,
         "" if b is None else str(b.variant),
@@ -201,7 +214,7 @@ def within_side(which: str, one: Pass, other: Pass, facts: Facts) -> tuple[tuple
     first = facts.walk(one, other, which).first
     if first is None:
         return (), ""
-    found = attributed(first, Ends(side, one), Ends(side, other), side.trace)
+    found = attributed(first, Ends(side, one), Ends(side, other), side.trace, mixed=True)
     facts.attributions.append(dataclasses.replace(found, between=f"two passes of side {which.upper()}"))
     named = () if found.cause.field == UNATTRIBUTED else (found.cause,)
     return named, f"; its passes part first at {first.node.name}"

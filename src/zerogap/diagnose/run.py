@@ -48,6 +48,7 @@ CHECKS: tuple[tuple[str, Callable[[Side, Side, Facts], Finding]], ...] = (
 )
 NUMERIC = ("operators", "neighbours", "path", "layout", "routing")  # checks behind which operators may stand
 WORTH = 0.01  # least share of a kind of operator that is replayed for its name
+MOST, LITTLE = 0.5, 0.2  # shares of kinds of operators
 ADVICE: Mapping[str, str] = {
     "ids": "feed both sides the same token ids: never decode and encode again, and use one chat template",
     "definition": "score both sides under one definition of the log-prob, then diagnose again",
@@ -164,13 +165,19 @@ def decide(findings: Sequence[Finding], facts: Facts) -> Verdict:
 
 
 def _with_kinds(verdict: Verdict, causes: Sequence[Cause], of_kinds: Sequence[OperatorShare]) -> Verdict:
-    """The verdict with further operators, all further causes in order of their kind's share."""
+    """The verdict with further operators, all further causes in order of their kind's share. A kind whose replacement
+    alone removes most of the difference decides in the place of one that merely comes first and removes little."""
     order = {share.kind: place for place, share in enumerate(of_kinds)}
-    own = "" if verdict.cause is None else verdict.cause.name
-    named = [*verdict.further, *(c for c in causes if c.field != UNATTRIBUTED)]
-    further = [c for c in _unique(named) if c.name != own]
-    further.sort(key=lambda c: order.get(c.subject, len(order)))
-    return dataclasses.replace(verdict, further=tuple(further))
+    removes = {share.kind: share.share for share in of_kinds}
+    named = _unique([*verdict.further, *(c for c in causes if c.field != UNATTRIBUTED)])
+    cause = verdict.cause
+    if verdict.check == "operators" and cause is not None and removes.get(cause.subject, 1.0) < LITTLE:
+        main = next((c for c in named if removes.get(c.subject, 0.0) >= MOST), None)
+        if main is not None:
+            named, cause = _unique([cause, *named]), main
+    own = "" if cause is None else cause.name
+    further = sorted((c for c in named if c.name != own), key=lambda c: order.get(c.subject, len(order)))
+    return dataclasses.replace(verdict, cause=cause, further=tuple(further))
 
 
 def _follows(cause: Cause, deciding: Finding) -> bool:

@@ -92,15 +92,16 @@ def operator_shares(facts: Facts, replacements: Mapping[str, Mapping[str, Replac
     if mean == 0.0:
         return ()
     for which, kinds in replacements.items():
+        rest = _replaced(which, kinds, facts)
         for kind, operator in kinds.items():
-            if kind in found:
+            if kind in found or rest is None:
                 continue
             facts.progress(f"share of {kind}")
             after = _replaced(which, {kind: operator}, facts)
             if after is None:
                 continue
             others = _replaced(which, {k: o for k, o in kinds.items() if k != kind}, facts)
-            found[kind] = OperatorShare(kind, 1.0 - after / mean, None if others is None else others / mean)
+            found[kind] = OperatorShare(kind, 1.0 - after / mean, None if others is None else (others - rest) / mean)
     return tuple(sorted(found.values(), key=lambda s: -(s.share if s.alone is None else s.alone)))
 
 

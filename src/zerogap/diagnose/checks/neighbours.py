@@ -136,6 +136,9 @@ def _failed(found: list[tuple[str, Trial]], facts: Facts) -> Finding:
             after = facts.between(*((mine, theirs) if candidate == "a" else (theirs, mine)))
             if explains(before, after):
                 which, trial, accounts, used = candidate, kind, True, mine
+                for side, aligned in ((candidate, mine), ("b" if candidate == "a" else "a", theirs)):
+                    if aligned is not None:
+                        facts.aligned[side] = aligned
                 facts.substituted.setdefault("state", after)
                 break
         if accounts:

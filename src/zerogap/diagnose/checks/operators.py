@@ -48,8 +48,8 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
 
 def _alike(facts: Facts) -> tuple[Pass, Pass]:
     """Both sides' passes with boundaries, computed in the same way where a side can."""
-    pass_a, pass_b = facts.captured("a"), facts.captured("b")
-    if pass_a.path == pass_b.path:
+    pass_a, pass_b = (facts.aligned.get(which) or facts.captured(which) for which in ("a", "b"))
+    if pass_a.path == pass_b.path or facts.aligned:
         return pass_a, pass_b
     for which, mine, theirs in (("a", pass_a, pass_b), ("b", pass_b, pass_a)):
         if not facts.live(which):
@@ -132,11 +132,12 @@ def _jump(found: Walk) -> Divergence | None:
             continue
         if best is None or out / before > best[0]:
             rows = found.distance[node.name] > 0
+            none = torch.zeros_like(rows)  # nowhere are its inputs the same
             made = Divergence(
                 node,
                 (),
                 rows,
-                rows,
+                none,
                 int(rows.sum()),
                 len(rows),
                 float(found.distance[node.name].nan_to_num(0.0).max()),

@@ -34,6 +34,7 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
                 continue
             if explains(difference, after):
                 facts.substituted.setdefault("state", after)
+                facts.aligned[which] = mine
                 return _failed(which, mine, after.mean, facts)
     if not tried:
         text = f"A computed by {paths['a']}, B by {paths['b']}, and neither could be asked for the other's"

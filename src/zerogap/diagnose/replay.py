@@ -27,6 +27,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {  # kind -> what sides may state 
     "router": {"scoring": "formula", "normalise": "formula", "scaling": "scale", "top_k": "formula"},
     "logprob": {"temperature": "formula"},
 }
+ALONE = 16  # decoded rows that are replayed as sequences of their own
 MAX_ROWS = 512  # of an operator that are handed to the search
 
 
@@ -74,6 +75,25 @@ def _rows(trace: Trace, wanted: torch.Tensor, whole: bool) -> _Rows:
     return _Rows(rows, lengths, places, tokens_, following_)
 
 
+def _each_alone(trace: Trace, wanted: torch.Tensor) -> tuple[_Rows, torch.Tensor]:
+    """Every wanted row as the last of a sequence of its own, a few spread evenly; and bool [R]: these last rows."""
+    starts = torch.tensor([0, *(len(s.ids) for s in trace.sequences)]).cumsum(0)
+    chosen = wanted.nonzero()[:, 0]
+    chosen = chosen[torch.linspace(0, len(chosen) - 1, min(len(chosen), ALONE)).long().unique()]
+    index: list[torch.Tensor] = []
+    for row in chosen.tolist():
+        start = int(starts[torch.searchsorted(starts, row, right=True) - 1])
+        if sum(map(len, index)) + row + 1 - start <= MAX_ROWS or not index:
+            index.append(torch.arange(start, row + 1))
+    joined = torch.cat(index)
+    last = torch.zeros(len(joined), dtype=torch.bool)
+    last[torch.tensor([len(part) for part in index]).cumsum(0) - 1] = True
+    ids = torch.cat([torch.from_numpy(s.ids.astype("int64")) for s in trace.sequences])
+    positions = torch.cat([torch.arange(len(part)) for part in index])
+    rows = _Rows(joined, [len(part) for part in index], positions, ids[joined], torch.full_like(joined, -1))
+    return rows, last
+
+
 def weights_of(node: Node, side: Side) -> Mapping[str, torch.Tensor]:
     """The operator's weights and biases as the side has them, by checkpoint name."""
     names = [*node.weights, *(n.removesuffix(".weight") + ".bias" for n in node.weights)]
@@ -112,7 +132,15 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace, *, mixed:
     wanted = divergence.equal_inputs if alike else torch.ones_like(divergence.rows)
     wanted = wanted & recorded_rows(out_a) & recorded_rows(out_b)
     if mixed:
-        return _replayed(node, alike, wanted, a, b, trace, divergence.rows)
+        found = _replayed(node, alike, wanted, a, b, trace, divergence.rows)
+        decoded = "decode" in (a.found.path, b.found.path)
+        if found.cause.field != UNATTRIBUTED or not (decoded and node.kind in OVER_ROWS):
+            return found
+        # A decoded row has its own keys and no more: what is cut into parts is cut by their number.
+        rows, last = _each_alone(trace, wanted & divergence.rows)
+        out_a, out_b = (out[rows.index].masked_fill(~last[:, None], float("nan")) for out in (out_a, out_b))
+        alone = _searched(node, alike, a, b, rows, out_a, out_b)
+        return found if alone.cause.field == UNATTRIBUTED else alone
     found = _replayed(node, alike, wanted, a, b, trace)
     parted = wanted & _in_sequences(trace, divergence.rows)
     if found.cause.field == UNATTRIBUTED and bool((parted != wanted).any()):
@@ -138,10 +166,17 @@ def _replayed(
         out_a, out_b = (out.masked_fill(~only[:, None], float("nan")) for out in (out_a, out_b))
         wanted = wanted if over_rows else wanted & only
     rows = _rows(trace, wanted, whole=over_rows)
+    return _searched(node, alike, a, b, rows, out_a[rows.index], out_b[rows.index])
+
+
+def _searched(
+    node: Node, alike: bool, a: Ends, b: Ends, rows: _Rows, out_a: torch.Tensor, out_b: torch.Tensor
+) -> Attributed:
+    """The search over rows that are handed on; NaN in the outputs that are not to be reproduced."""
     given = [_given(node, end, rows) for end in (a, b)]
     (inputs, weights, parameters), (inputs_b, weights_b, parameters_b) = given
     weights = weights or weights_b  # a trace holds none; the check of weights has compared their sketches
-    outs = out_a[rows.index], out_b[rows.index]
+    outs = out_a, out_b
     theirs = None if _same_weights(weights, weights_b) else weights_b
     if not alike:
         found = explain(

@@ -150,6 +150,18 @@ def test_raw_and_processed_at_one_temperature():
     assert names(run(definition, a, b)) == ["definition/processed"]
 
 
+def test_stated_definitions_account_for_what_they_take_away():
+    rows = logits()
+    cold = Definition(0.7, True)
+    a = recorded(scored(rows, STATED), {"lm_head": rows})
+    for noise, accounts in ((0.1, True), (3.0, False)):
+        other = rows + noise * logits(4)
+        found = run(definition, a, recorded(scored(other, cold), {"lm_head": other}, cold))
+        assert names(found) == ["definition/temperature"] and found.evidence["accounts"] is accounts, noise
+    found = run(definition, recorded(), recorded(noisy(numbers(), 0.2), definition=cold))
+    assert names(found) == ["definition/temperature"] and found.evidence["accounts"] is True  # nothing to score with
+
+
 def test_the_likeliest_token_in_place_of_the_own():
     rows = logits()
     wrong = scored(rows, STATED, token=lambda own: own.argmax(-1))

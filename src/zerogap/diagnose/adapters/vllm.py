@@ -183,10 +183,9 @@ def _score(
 
 
 def _versions() -> dict[str, str]:
-    import transformers
-    import vllm
-
-    return {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    """Of the libraries that are loaded: whoever holds an engine has imported them."""
+    names = ("vllm", "torch", "transformers")
+    return {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
 
 
 def _layout(config: Any) -> dict[str, Any]:

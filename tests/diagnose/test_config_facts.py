@@ -36,7 +36,9 @@ def test_older_configs_and_switched_off_windows_are_read():
     attention = config_parameters("0.attention", QWEN)
     assert attention["sliding_window"] is None and attention["scale"] == 32**-0.5
     assert config_parameters("0.attention", QWEN | {"use_sliding_window": True})["sliding_window"] == 4096
-    assert config_parameters("0.k_norm", QWEN) == {"eps": 1e-6, "num_heads": 2}
+    heads = {"q_norm": 4, "k_norm": 2, "input_norm": 1}
+    for norm, count in heads.items():
+        assert config_parameters(f"0.{norm}", QWEN) == {"eps": 1e-6, "num_heads": count}
     routed = QWEN | {
         "num_experts_per_tok": 2,
         "n_routed_experts": 8,

@@ -121,6 +121,18 @@ def test_replacing_an_operator_by_its_own_numbers_changes_nothing(family, path):
             assert_same_bits(b, a, f"{kind} replaced by itself")
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("ask", ["together", "neighbours", "decode together", "chunked together"])
+def test_a_replaced_attention_reads_no_padding(ask, padding):
+    """It is given each sequence's own keys only, whatever shares the pass."""
+    asked = ASKS[ask]
+    side = TorchSide(tiny_model("llama", "eager", torch.float32), some_sequences(), padding=padding)
+    replace = {"attention": own_operators(side)["attention"]}
+    found = side.again(Ask(asked.path, asked.batches, asked.neighbours, asked.chunk, replace=replace))
+    for plain, logp in zip(side.again(Ask()).logprobs, found.logprobs):
+        np.testing.assert_allclose(logp, plain, atol=2e-5)
+
+
 def own_operators(side):
     """Every replaceable kind in the model's own arithmetic."""
     model = side.model

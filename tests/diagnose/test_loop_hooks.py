@@ -3,6 +3,7 @@
 The real TRL run is examples/trl_trace.py; TRL has an environment of its own.
 """
 
+import functools
 import types
 
 import numpy as np
@@ -14,6 +15,8 @@ from zerogap.diagnose.adapters import loop_hooks
 from zerogap.diagnose.adapters.capture import capture
 from zerogap.diagnose.adapters.logprobs import defined_logprobs
 from zerogap.diagnose.adapters.loop_hooks import TrlTraces, verl_traces
+from zerogap.diagnose.run import diagnose
+from zerogap.diagnose.side import RecordedSide
 from zerogap.diagnose.trace import Definition, load_trace
 from zerogap.errors import ConfigError
 
@@ -90,6 +93,7 @@ class Loop:
 class FusedModel(LlamaForCausalLM):
     """A model whose scoring forward returns log-probs per token, as TRL's fused head does."""
 
+    @functools.wraps(LlamaForCausalLM.forward)  # generate looks at the signature, as TRL knows
     def forward(self, *args, fused=False, temperature=1.0, **options):
         output = super().forward(*args, **options)
         if fused:
@@ -152,10 +156,10 @@ def test_both_sides_of_a_loop_are_recorded(loop, given, use_cache):
 
 
 def test_the_trainers_positions_count_the_padding(loop):
-    trainer = load_trace(run(loop) / "step0-0-trainer")
+    rollout, trainer = (load_trace(run(loop) / f"step0-0-{side}") for side in ("rollout", "trainer"))
     [first, second] = trainer.sequences  # prompts of 1 and 3 tokens: padded to 3
-    assert first.positions[0] == 2
-    assert second.positions[0] == 0
+    assert (first.positions[0], second.positions[0]) == (2, 0)
+    assert [one.positions[:2].tolist() for one in rollout.sequences] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -186,6 +190,14 @@ def test_weights_and_boundaries_on_request(loop, use_cache):
         assert set(missing) <= set(ends.tolist()), "only a last token may not have been read"
         unknown += len(missing)
     assert unknown, "a completion that ran out of tokens"
+
+
+def test_the_diagnosis_names_the_positions_that_count_padding(loop):
+    """What the TRL run shows, too: RoPE of padded prompts by other angles, both sides' bits reproduced."""
+    type(loop).trace_weights = type(loop).trace_boundaries = True
+    folder = run(loop)
+    sides = [RecordedSide(load_trace(folder / f"step0-0-{side}")) for side in ("rollout", "trainer")]
+    assert diagnose(*sides).verdict.cause.name == "rope/positions"
 
 
 def test_log_probs_that_the_rollout_recorded_come_first(loop):

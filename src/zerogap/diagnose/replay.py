@@ -7,6 +7,7 @@ sequences. An operator that was not recorded by itself, but with others in one r
 import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from zerogap.diagnose.attribute import Attribution, explain
@@ -21,7 +22,7 @@ from zerogap.diagnose.verdict import OPERATORS, UNATTRIBUTED, UNKNOWN, Cause
 
 PARAMETERS: Mapping[str, Mapping[str, str]] = {  # kind -> what sides may state unlike -> the field that it is
     "norm": {"eps": "formula"},
-    "rope": {"theta": "formula", "interleaved": "formula"},
+    "rope": {"theta": "formula", "interleaved": "formula", "positions": "positions"},
     "attention": {"scale": "scale", "sliding_window": "mask", "causal": "mask"},
     "activation": {"activation": "formula"},
     "router": {"scoring": "formula", "normalise": "formula", "scaling": "scale", "top_k": "formula"},
@@ -190,7 +191,9 @@ def _searched(
         key, field = stated
         own = explain(node, node.kind, inputs, weights, parameters, *outs, weights_b=theirs, parameters_b=parameters_b)
         if own.same:  # one form gives both sides' bits, each with the side's own value
-            words = f"{node.name}: {key} is {parameters[key]} on A, {parameters_b[key]} on B"
+            told = [v for v in (parameters[key], parameters_b[key]) if not isinstance(v, torch.Tensor)]
+            words = f"{key} is {told[0]} on A, {told[1]} on B" if told else f"the sides state unlike {key}"
+            words = f"{node.name}: {words}"
             found = dataclasses.replace(own, cause=Cause(node.kind, field, words))
     return _in_words(node.name, found)
 
@@ -198,9 +201,23 @@ def _searched(
 def _stated(kind: str, one: Mapping[str, object], other: Mapping[str, object]) -> tuple[str, str] | None:
     """(parameter, field of the kind) of the first parameter that both sides state, unlike."""
     for key, field in PARAMETERS.get(kind, {}).items():
-        if key in one and key in other and one[key] != other[key]:
+        if key in one and key in other and _unlike(one[key], other[key]):
             return key, field
     return None
+
+
+def _unlike(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not torch.equal(one, other)
+    return one != other
+
+
+def _own_positions(trace: Trace, rows: _Rows) -> torch.Tensor:
+    """Positions as the side itself states them; those of the rows' tokens where it does not."""
+    if any(s.positions is None for s in trace.sequences):
+        return rows.positions
+    stated = torch.cat([torch.from_numpy(np.asarray(s.positions, np.int64)) for s in trace.sequences])
+    return stated[rows.index] if len(rows.index) and int(rows.index.max()) < len(stated) else rows.positions
 
 
 def _given(
@@ -209,7 +226,12 @@ def _given(
     """(inputs, weights, parameters) of an operator as one side has them, over the chosen rows."""
     inputs = {n: end.found.boundaries[n][rows.index] for n in node.inputs}
     facts: dict[str, object] = dict(end.side.parameters(node.name))
-    facts |= {"lengths": rows.lengths, "positions": rows.positions, "ids": rows.ids, "targets": rows.targets}
+    facts |= {
+        "lengths": rows.lengths,
+        "positions": _own_positions(end.side.trace, rows),
+        "ids": rows.ids,
+        "targets": rows.targets,
+    }
     if node.kind == "logprob":
         facts |= {k: v for k, v in dataclasses.asdict(end.found.definition).items() if v is not None}
     return inputs, weights_of(node, end.side), facts

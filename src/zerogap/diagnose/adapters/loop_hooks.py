@@ -158,14 +158,15 @@ def _trl_pair(trainer: Any, inputs: Mapping[str, Any], listener: "_Listener") ->
         mend = "take TRL 1.16 or later: its loss shows per-token log-probs (log_probs of the model's output)"
         raise ConfigError("trl", version("trl"), mend)
     rows = padded_rows(*batch, recorded, listener.scored[:, -completions.shape[1] :])
-    made, rollout_rows, lost = -1, [], 0
+    made, rollout_rows, lost, rotary = -1, [], 0, _is_rotary(trainer.model.config)
     if recorded is None:
         for row in rows:
-            row["logprobs_a"], made, found = listener.recall(row["ids"], row["prompt_length"])
+            row["logprobs_a"], made, start, found = listener.recall(row["ids"], row["prompt_length"])
+            row["positions"] = np.arange(len(row["ids"]), dtype=np.int32) + start if rotary and made >= 0 else None
             row["versions"] = None if made < 0 else np.full(len(row["ids"]), made, np.int64)
             rollout_rows.append(found)
             lost += made < 0
-    positions = _trained_positions(inputs, listener.positions) if _is_rotary(trainer.model.config) else None
+    positions = _trained_positions(inputs, listener.positions) if rotary else None
     sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm", "bf16", "fp16")
     settings = {n: getattr(arguments, n, None) for n in sampling} | {"loop": "TRL", "step": listener.step}
     if lost:
@@ -175,13 +176,14 @@ def _trl_pair(trainer: Any, inputs: Mapping[str, Any], listener: "_Listener") ->
     pair = pair_of_traces(rows, name=f"step {listener.step}", names=names, definition=definition, settings=settings)
     stored = str(trainer.model.dtype).removeprefix("torch.")
     wide = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else ""
+    dtype = f"{stored} under {wide} autocast" if wide else stored  # accelerate wraps forward: generate's, too
     engine = recorded is not None
     lengths = [len(row["ids"]) for row in rows]
     rollout = _with_facts(
         pair[0],
         trainer,
         "decode",
-        "as the engine was started" if engine else stored,
+        "as the engine was started" if engine else dtype,
         _joined(rollout_rows, lengths),
         listener.sketches.get(made),
     )
@@ -189,7 +191,7 @@ def _trl_pair(trainer: Any, inputs: Mapping[str, Any], listener: "_Listener") ->
         pair[1],
         trainer,
         "whole",
-        f"{stored} under {wide} autocast" if wide else stored,
+        dtype,
         _joined([_rows_of([listener.forward], i) for i in range(len(rows))], lengths),
         listener.sketches.get(listener.step),
     )
@@ -305,6 +307,7 @@ class _Heard:
 
     Attributes:
         prompts: token ids per row, without padding.
+        starts: position of each row's first token; without `position_ids` its place in the padded row.
         pending: [B, V] logits for the next token.
         length: tokens per row that the model has seen, padding included.
         made: optimizer step of the weights.
@@ -315,6 +318,7 @@ class _Heard:
     """
 
     prompts: list[tuple[int, ...]]
+    starts: list[int]
     pending: torch.Tensor
     length: int
     made: int
@@ -385,7 +389,10 @@ class _Listener:
         elif ids.shape[1] == length:
             keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             prompts = [tuple(row[kept].tolist()) for row, kept in zip(ids, keep)]
-            heard = _Heard(prompts, pending, length, self.step, ids.detach().clone())
+            places = options.get("position_ids")
+            places = torch.arange(length, device=ids.device).expand_as(ids) if places is None else places.expand_as(ids)
+            starts = [int(row[kept][0]) if len(row[kept]) else 0 for row, kept in zip(places, keep)]
+            heard = _Heard(prompts, starts, pending, length, self.step, ids.detach().clone())
             heard.forwards += [] if forward is None else [forward]
             self.heard.append(heard)
         while len(self.heard) > 1 and sum(len(h.prompts) for h in self.heard) > _KEPT_ROWS:
@@ -395,9 +402,9 @@ class _Listener:
         pair = np.array([token, token])  # the row scores the second
         return float(defined_logprobs(pair, logits[None].cpu(), self.definition)[1])
 
-    def recall(self, ids: np.ndarray, prompt_length: int) -> tuple[np.ndarray, int, Rows]:
-        """Log-probs of a completion as it was sampled, NaN if it was not heard; the weights' optimizer step; rows of
-        what was computed."""
+    def recall(self, ids: np.ndarray, prompt_length: int) -> tuple[np.ndarray, int, int, Rows]:
+        """Log-probs of a completion as it was sampled, NaN if it was not heard; the weights' optimizer step; the first
+        token's position; rows of what was computed."""
         prompt, answer = tuple(ids[:prompt_length].tolist()), ids[prompt_length:].tolist()
         for heard in reversed(self.heard):
             for row, start in enumerate(heard.prompts):
@@ -407,5 +414,5 @@ class _Listener:
                 found = heard.logprobs[row][: len(answer)]
                 if len(found) < len(answer):  # no pass read the last token
                     found = [*found, self._logprob(heard.pending[row], answer[-1])]
-                return np.array(found, np.float32), heard.made, _rows_of(heard.forwards, row)
-        return np.full(len(answer), np.nan, np.float32), -1, {}
+                return np.array(found, np.float32), heard.made, heard.starts[row], _rows_of(heard.forwards, row)
+        return np.full(len(answer), np.nan, np.float32), -1, 0, {}

@@ -299,6 +299,7 @@ def _sdpa(problem: Problem, found: Sizes) -> torch.Tensor:
     done, first = [], 0
     for length in found.lengths:
         q, k, v = _heads(problem, found, list(range(found.heads)), first, length)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast RoPE may widen what the op narrows again
         out = torch.nn.functional.scaled_dot_product_attention(
             q[None], k[None].contiguous(), v[None].contiguous(), is_causal=True, scale=found.scale
         )

@@ -1,7 +1,7 @@
 """Rotary embedding: forms of real stacks, and changes of one field. Rows are whole heads, side by side.
 
 primitive   `FP64 angles, fma` (the contract), `FP32 angles, mul+add` (transformers), `FP32 angles, fma`, ...
-rounding    `once` (FP32 table), `table` (rounded to the storage dtype, products in FP32), `every step` (table and
+rounding    `once` (FP32 table), `table` (rounded to the dtype of the output, products in FP32), `every step` (table and
             each product, too), `every step, FP32 table`, `angles` (to BF16; then every step), `frequencies` (to BF16)
 formula     `halves, theta T`, `neighbours, theta T`; `..., first F of each head`, `..., no scaling`, `..., turned
             back`
@@ -34,7 +34,8 @@ def _pairing(problem: Problem) -> str:
 
 
 def bases(problem: Problem) -> list[Variant]:
-    """The contract's; transformers' with a table and products in the storage dtype."""
+    """The contract's; transformers' with a table and products in the dtype of the output, which autocast may make wider
+    than the input."""
     if not _known(problem):
         return []
     contract = Variant.of(
@@ -46,7 +47,7 @@ def bases(problem: Problem) -> list[Variant]:
             "positions": "as given",
         },
     )
-    eager = contract.but(primitive=PRIMITIVES[1], rounding="every step" if problem.storage != "fp32" else "once")
+    eager = contract.but(primitive=PRIMITIVES[1], rounding="every step" if problem.recorded != "fp32" else "once")
     return [contract, eager, contract.but(primitive=PRIMITIVES[1])]
 
 
@@ -78,7 +79,7 @@ def applies(variant: Variant, problem: Problem) -> bool:
     """True if base and head size are known, and the variant says something of its own."""
     if not _known(problem):
         return False
-    if problem.storage == "fp32" and variant["rounding"] in ("every step", "every step, FP32 table", "table"):
+    if problem.recorded == "fp32" and variant["rounding"] in ("every step", "every step, FP32 table", "table"):
         return False
     if variant["rounding"] == "frequencies" and variant["primitive"].startswith("FP64"):
         return False
@@ -99,12 +100,12 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
         x, y = part[..., : size // 2], part[..., size // 2 :]
     else:
         x, y = part[..., 0::2], part[..., 1::2]
-    first, second = _turned(x, y, cos[:, None], sin[:, None], variant, problem.storage)
+    first, second = _turned(x, y, cos[:, None], sin[:, None], variant, problem.recorded)
     turned = torch.cat([first, second], -1)
     if formula.startswith("neighbours"):
         turned = torch.stack([first, second], -1).flatten(-2)
     out = torch.cat([turned, heads[..., size:]], -1)
-    return round_to(out.flatten(1), problem.storage)[:, problem.columns]
+    return round_to(out.flatten(1), problem.recorded)[:, problem.columns]
 
 
 def _turned(
@@ -145,7 +146,7 @@ def _table(variant: Variant, problem: Problem, size: int) -> tuple[torch.Tensor,
     cos, sin = ((t * factor).to(FP32) for t in (angles.cos(), angles.sin()))
     if variant["rounding"] in ("once", "every step, FP32 table"):
         return cos, sin
-    return round_to(cos, problem.storage), round_to(sin, problem.storage)
+    return round_to(cos, problem.recorded), round_to(sin, problem.recorded)
 
 
 def _positions(name: str, problem: Problem) -> torch.Tensor:

@@ -151,6 +151,21 @@ def test_a_decoder_that_is_wrong_while_decoding():
     assert run(path, ZerogapSide(clean, [ids], prompt_lengths=[20], path="decode"), b).outcome == "not checked"  # equal
 
 
+def test_a_thorough_diagnosis_asks_live_sides_for_every_path():
+    ids = np.random.default_rng(0).integers(0, 500, 30).tolist()
+    clean, faulty = tiny_decoder(), tiny_decoder()
+    faulty.blocks[1] = FaultyBlock(  # type: ignore[call-overload]
+        faulty.blocks[1], lambda context: list(range(len(context.positions))) if decodes(context) else []
+    )
+    side = ZerogapSide(clean, [ids], prompt_lengths=[20])
+    for decoder, outcome in ((clean, "passed"), (faulty, "failed")):
+        known = facts(side, ZerogapSide(decoder, [ids], prompt_lengths=[20]))
+        known.thorough = True
+        found = path.check(known.a, known.b, known)
+        assert found.outcome == outcome, found
+    assert names(found)[-1] == "path/decode" and found.evidence["accounts"] is False
+
+
 # ---------------------------------------------------------------------------------------------------- layout
 
 

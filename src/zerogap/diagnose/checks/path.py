@@ -63,20 +63,35 @@ def _alike(which: str, facts: Facts) -> Iterator[Pass]:
             yield found
 
 
+def _others(which: str, facts: Facts) -> Iterator[Pass]:
+    """The side's passes by further paths: those it recorded, and in a thorough diagnosis those it can be asked for."""
+    answer = facts.answers[which]
+    yield from (p for p in facts.side(which).trace.passes[1:] if p.definition == answer.definition)
+    if facts.thorough and facts.live(which):
+        for path in ("whole", "chunked", "decode", "prefix_hit"):
+            capture = bool(answer.boundaries)
+            found = facts.again(which, Ask(path, definition=answer.definition, capture=capture))
+            if found is not None:
+                yield found
+
+
 def _consistent(facts: Facts, path: str) -> Finding:
-    """Both sides computed alike; recorded passes of further paths say whether a side agrees with itself."""
+    """Both sides computed alike; passes of further paths say whether a side agrees with itself."""
+    compared = {path: None}
     for which in ("a", "b"):
         answer = facts.answers[which]
-        for found in facts.side(which).trace.passes[1:]:
-            if found.path == answer.path or found.definition != answer.definition:
+        for found in _others(which, facts):
+            if found.path == answer.path:
                 continue
+            compared[found.path] = None
             between = facts.within(which, answer, found)
             if between.differs.any():
                 after = facts.between(found if which == "a" else None, found if which == "b" else None)
-                text = f"side {which.upper()} recorded other log-probs by {found.path}: mean |d| {between.mean:.3g}"
+                text = f"side {which.upper()} gives other log-probs by {found.path}: mean |d| {between.mean:.3g}"
                 named, where = within_side(which, answer, found, facts)
                 odd = found.path if found.path != "whole" else answer.path
                 causes = (*named, Cause("path", odd, text + where))
                 evidence = {"accounts": explains(facts.difference, after)}
-                return Finding("path", "failed", text, causes, evidence=evidence)
-    return Finding("path", "passed", f"both sides computed by {path}")
+                return Finding("path", "failed", text + where, causes, evidence=evidence)
+    words = f", and give the same by {', '.join(list(compared)[1:])}" if len(compared) > 1 else ""
+    return Finding("path", "passed", f"both sides computed by {path}{words}")

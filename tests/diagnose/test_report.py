@@ -151,6 +151,16 @@ def test_passes_of_one_side_are_not_called_a_and_b():
     assert "A: x" not in text
 
 
+def test_replays_of_one_form_blame_nothing():
+    text = shown(report(attributions=(Attributed("0.q_proj", UNKNOWN, "x", 1.0, "x", 1.0, elements=64),)))
+    assert "0.q_proj: the same form on both sides  (each side on its own inputs, 64 elements)" in text
+
+
+def test_operators_show_what_they_add_alone():
+    text = shown(report(operators=(OperatorShare("head", 0.25, 0.125), OperatorShare("norm", -0.07))))
+    assert re.search(r"head +25\.0% +12\.5%\n +norm +-7\.0%\n", text)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (1e-12, "1e-12"), (12345, "12,345"), (None, "-"), (math.inf, "inf"), (True, "-")]
 )

@@ -114,15 +114,21 @@ def _finding(finding: Finding) -> Iterator[Line]:
 def _shares(report: Report) -> Iterator[Line]:
     for share in report.shares:
         yield Line(f"  {share.part:<11} {share.share:>7.1%}  {share.substituted}")
+    if report.operators:
+        yield Line("    of each kind of operator: what vanishes if it alone is replaced, what it alone adds", "soft")
     for operator in report.operators:
-        yield Line(f"    {operator.kind:<9} {operator.share:>7.1%}")
+        alone = "" if operator.alone is None else f" {operator.alone:>7.1%}"
+        yield Line(f"    {operator.kind:<10} {operator.share:>7.1%}{alone}")
 
 
 def _attributed(found: Attributed) -> Iterator[Line]:
     where = f", {found.between}" if found.between else ""
-    yield Line(
-        f"  {found.node}: {found.cause.name}{where}  ({found.differing:,} of {found.elements:,} elements differ)"
-    )
+    same = found.variant_a and found.variant_a == found.variant_b
+    name = "the same form on both sides" if same else found.cause.name
+    count = f"{found.differing:,} of {found.elements:,} elements differ"
+    if not found.differing and found.elements:
+        count = f"each side on its own inputs, {found.elements:,} elements"
+    yield Line(f"  {found.node}: {name}{where}" + (f"  ({count})" if found.elements else ""))
     names = ("one", "other") if found.between else ("A", "B")
     for side, form, share in zip(names, (found.variant_a, found.variant_b), (found.share_a, found.share_b)):
         known = f"{form}  reproduces {share:.1%}" if form else "not reproduced by any known form"

@@ -20,6 +20,7 @@ def rows(**more):
 
 
 def check(pair):
+    assert [trace.recorded.path for trace in pair] == ["decode", "whole"]
     for trace, wanted in zip(pair, (A, B)):
         assert [s.ids.tolist() for s in trace.sequences] == IDS
         assert [s.prompt_length for s in trace.sequences] == [2, 2]
@@ -101,6 +102,9 @@ def test_a_rectangle_is_cut_to_its_lengths(fewer, tmp_path):
         ({"logprobs_a": ["x", "y", "z"]}, "list of numbers"),
         ({"ids": [[5, 6, 7, 8, 9]], "length": 1}, "one list of token ids"),
         ({"length": 9}, "has 5 ids"),
+        ({"length": [5]}, "one number per sequence"),
+        ({"prompt_length": [2]}, "one number per sequence"),
+        ({"ids": [5.5, 6, 7, 8, 9]}, "one list of token ids"),
         ({"prompt_length": 6}, "prompt_length"),
         ({"mask": [1] * 7}, "mask"),
     ],

@@ -68,7 +68,7 @@ def pair_of_traces(
 
     Log-probs may come one per token (entry i for token i), one fewer (the first token has none), or for the completion
     only (then `prompt_length` + their number is the sequence's length). What is not counted becomes NaN: many stacks
-    write zeros there.
+    write zeros there. A rollout decodes its tokens and a trainer scores them whole: the traces say so.
     """
     given = [_named(row, i) for i, row in enumerate(rows)]
     if not given:
@@ -76,9 +76,9 @@ def pair_of_traces(
     sequences = tuple(_sequence(row, i) for i, row in enumerate(given))
     definition = definition or _definition(given)
     traces = []
-    for side, words in zip(("a", "b"), names):
+    for side, words, path in zip(("a", "b"), names, ("decode", "whole")):
         logprobs = tuple(_logprobs(row, side, s, i) for i, (row, s) in enumerate(zip(given, sequences)))
-        found = Pass(logprobs=logprobs, definition=definition, note=f"read from {name}")
+        found = Pass(logprobs=logprobs, path=path, definition=definition, note=f"read from {name}")
         traces.append(Trace(f"{words} ({name})", sequences, (found,), settings=dict(settings or {})))
     return traces[0], traces[1]
 
@@ -95,14 +95,28 @@ def _named(row: Row, index: int) -> dict[str, Any]:
     for field in ("ids", "a", "b"):
         if field not in found:
             raise ConfigError(f"row {index}", sorted(row), f"add {field}: one of {', '.join(FIELDS[field])}")
+    _plain(found, index)
     if "length" in found:
-        length, size = int(found["length"]), len(found["ids"])
+        length, size = _whole(found["length"], f"row {index}.length"), len(found["ids"])
         if not 0 <= length <= size:
             raise ConfigError(f"row {index}.length", length, f"the row has {size} ids")
         for field in ("ids", "a", "b", "mask", "positions", "versions"):
             if field in found and len(found[field]) in (size, size - 1):  # log-probs may start at the second token
                 found[field] = found[field][: max(0, length - size + len(found[field]))]
     return found
+
+
+def _plain(row: Row, index: int) -> None:
+    """Refuse ids that are not one list of whole numbers."""
+    ids = row["ids"]
+    if len(ids) and not all(isinstance(i, int | np.integer) for i in ids):
+        raise ConfigError(f"row {index}.ids", type(ids[0]).__name__, "give one list of token ids per sequence")
+
+
+def _whole(value: Any, key: str) -> int:
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim):
+        raise ConfigError(key, value, "give one number per sequence")
+    return int(value)
 
 
 def _sequence(row: Row, index: int) -> SequenceTrace:
@@ -113,7 +127,7 @@ def _sequence(row: Row, index: int) -> SequenceTrace:
     if mask is not None and len(mask) < len(ids):  # of the completion only
         mask = np.concatenate([np.zeros(len(ids) - len(mask), bool), mask])
     if "prompt_length" in row:
-        prompt = int(row["prompt_length"])
+        prompt = _whole(row["prompt_length"], f"row {index}.prompt_length")
     elif mask is not None:
         prompt = int(np.flatnonzero(mask)[0]) if mask.any() else len(ids)
     else:

@@ -3,7 +3,8 @@
 order       chain (products by zerogap's kernel, sums of P over sixteen lanes); `library: torch.matmul`;
             `library op: scaled_dot_product_attention` (all of it, replayed)
 primitive   contract exp, torch exp, exp2 (of scores times log2 e); FLASH (torch's fast exp, one reciprocal at the end)
-split       1; `spans of N` (keys from absolute position 0), `N parts` (of each sequence): unnormalised states merged
+split       1; `N parts of each row's keys` (decode kernels);
+            `spans of N` (keys from absolute position 0), `N parts` (of each sequence): unnormalised states merged
             ascending; `..., normalised`: each part's output by its log-sum-exp
 operands    stored, fp16, tf32; `e4m3 keys and values`
 accumulate  fp32; `bf16 parts` (outputs of parts are rounded); bf16 (the state is rounded after every block)
@@ -32,6 +33,7 @@ from zerogap.numerics import DType, preset
 
 MATMUL = f"{LIBRARY} torch.matmul"
 SDPA = f"{WHOLE} scaled_dot_product_attention"
+OF_ROWS = " of each row's keys"
 EAGER = "scores, scaled scores and normalised P"
 BLOCKS = (16, 32, 64, 128, 256, 512)
 
@@ -100,6 +102,8 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
             yield variant.but(split=f"spans of {size}")
             yield variant.but(split=f"spans of {size}, normalised")
     for count in (2, 3, 4, 8, 16):
+        if count <= longest and count in (2, 4, 8):
+            yield variant.but(split=f"{count} parts{OF_ROWS}")
         if count <= longest // 2:
             yield variant.but(split=f"{count} parts")
             yield variant.but(split=f"{count} parts, normalised")
@@ -196,6 +200,8 @@ def applies(variant: Variant, problem: Problem) -> bool:
         return False
     if problem.storage != "fp32" and variant["operands"] in ("bf16", "tf32"):
         return False
+    if split.endswith(OF_ROWS) and (variant["primitive"] == FLASH or "normalised" in variant["rounding"]):
+        return False
     if variant["accumulate"] == "bf16 parts" and (split == "1" or _whole_span(split, longest)):
         return False
     if "normalised P" in variant["rounding"] and not (
@@ -215,8 +221,8 @@ def _whole_span(split: str, longest: int) -> bool:
 
 
 def cost(variant: Variant) -> int:
-    """1: more than one field's worth of work."""
-    return int(variant["operands"].startswith("e4m3"))
+    """1: more than one field's worth of work; 2: row by row."""
+    return 2 if variant["split"].endswith(OF_ROWS) else int(variant["operands"].startswith("e4m3"))
 
 
 def sample(problem: Problem, differs: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -386,6 +392,9 @@ def _sequence(
         p = torch.softmax(scores, -1)
         out = product(round_to(p, storage), v.transpose(-1, -2), variant["order"], storage, True)
         return round_to(out, variant["output"])
+    if variant["split"].endswith(OF_ROWS):
+        rows = [_row(scores[:, t : t + 1], v, visible[t : t + 1], variant, storage) for t in range(count)]
+        return round_to(torch.cat(rows, 1), variant["output"])
     states = [span(scores, v, visible, begin, end, variant, storage) for begin, end in spans(variant["split"], count)]
     if variant["split"].endswith("normalised"):
         out = by_logsumexp(states, variant)
@@ -397,3 +406,15 @@ def _sequence(
         if variant["primitive"] == FLASH:
             out = merged.o * (1 / merged.l)[..., None]
     return round_to(out, variant["output"])
+
+
+def _row(scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, variant: Variant, storage: str) -> torch.Tensor:
+    """[H, 1, D] of one row, whose keys alone are split."""
+    keys = int(visible.nonzero()[:, 1].max()) + 1
+    size = -(-keys // int(variant["split"].split()[0]))
+    parts = [(i, min(i + size, keys)) for i in range(0, keys, size)]
+    states = [span(scores, v, visible, begin, end, variant, storage) for begin, end in parts]
+    merged = states[0]
+    for state in states[1:]:
+        merged = merge(merged, state, variant)
+    return merged.o / merged.l[..., None]

@@ -32,10 +32,11 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
         count = int(before.compared.sum())
         return Finding("definition", "passed", f"{count} log-probs are the same bits, so they mean the same")
     tried: list[str] = []
-    best: relations.Hypothesis | None = None
+    best: dict[str, relations.Hypothesis] = {}  # field -> what takes away most
     for hypothesis in _hypotheses(a, b, facts, before, tried):
-        if best is None or hypothesis.after.mean < best.after.mean:
-            best = hypothesis
+        held = best.get(hypothesis.field)
+        if held is None or hypothesis.after.mean < held.after.mean:
+            best[hypothesis.field] = hypothesis
         accounts = explains(before, hypothesis.after) if hypothesis.accounts is None else True
         if accounts:
             facts.substituted["definition"] = hypothesis.after
@@ -71,7 +72,7 @@ def _hypotheses(a: Side, b: Side, facts: Facts, before: Difference, tried: list[
 
 
 def _stated(
-    a: Side, b: Side, facts: Facts, before: Difference, tried: list[str], best: relations.Hypothesis | None
+    a: Side, b: Side, facts: Facts, before: Difference, tried: list[str], best: Mapping[str, relations.Hypothesis]
 ) -> Finding:
     """No hypothesis removes the difference: what the sides themselves say, and whether their logits bear it out.
 
@@ -86,10 +87,11 @@ def _stated(
     if field is not None:
         text = f"the sides state different definitions ({_words(one)}; {_words(other)})"
         scored = any(v is not None for v in borne_out.values()) or any(facts.live(w) for w in ("a", "b"))
-        if scored and best is not None and best.field == field and best.after.mean <= HALF * before.mean:
-            facts.substituted["definition"] = best.after
-            evidence |= {"accounts": True, "before": before.mean, "after": best.after.mean}
-            text += f"; under one of them mean |d| {before.mean:.3g} becomes {best.after.mean:.3g}"
+        after = best[field].after if field in best else before
+        if scored and after.mean <= HALF * before.mean:
+            facts.substituted["definition"] = after
+            evidence |= {"accounts": True, "before": before.mean, "after": after.mean}
+            text += f"; under one of them mean |d| {before.mean:.3g} becomes {after.mean:.3g}"
         elif scored:
             text += ", but scoring under the other's does not remove the difference"
         else:

@@ -53,16 +53,14 @@ def quantised(
         power_of_two: the scale is rounded up to a power of two.
     """
     rows, columns = rows or len(x), columns or x.shape[1]
-    out = torch.empty(x.shape, dtype=torch.float32)
-    for i in range(0, x.shape[0], rows):
-        for j in range(0, x.shape[1], columns):
-            block = x[i : i + rows, j : j + columns].float()
-            scale = block.abs().amax() / largest
-            if power_of_two:
-                scale = torch.exp2(torch.ceil(torch.log2(scale)))
-            scale = torch.where(scale > 0, scale, torch.ones(()))
-            out[i : i + rows, j : j + columns] = e4m3(block / scale) * scale
-    return out
+    height, width = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -width % columns, 0, -height % rows))
+    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / largest
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    scale = torch.where(scale > 0, scale, torch.ones(()))
+    return (e4m3(blocks / scale) * scale).view(padded.shape)[:height, :width].contiguous()
 
 
 def quantised_rows(x: torch.Tensor, columns: int = 128, **options: object) -> torch.Tensor:

@@ -196,7 +196,8 @@ def _contract(record: Mapping[str, Any], asked: Numerics | None, result: Checked
     if not same:
         result.notes.append(
             "another backend class: weights on disk, ids of prompts and every equality within this machine are "
-            "compared; drawn ids, digests of log-probs and logits, and weights after updates cannot be"
+            "compared; drawn ids, digests of log-probs and logits, and weights after updates need not be the same: "
+            "where they differ, they are not comparable"
         )
     elif not build:
         result.notes.append("another build of the same backend class: all bits are compared, since they must agree")

@@ -171,7 +171,9 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
         return _finished(_whole(variant, problem), None, variant, problem)
     weight = problem.weight()
     assert weight is not None
-    x, w = problem.once("operands", lambda: (problem.inputs[0][problem.rows], weight[problem.columns]))
+    ring = variant["split"].endswith("ring")  # a column's order depends on where it stands among all
+    columns = torch.arange(len(weight)) if ring else problem.columns
+    x, w = problem.once(("operands", ring), lambda: (problem.inputs[0][problem.rows], weight[columns]))
     if variant["operands"].startswith("e4m3"):
         total = _fp8(variant, problem)
     else:
@@ -179,6 +181,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
             x, w = (_as_operand(t, variant["operands"]) for t in (x, w))
         how = (variant["order"], variant["primitive"], variant["split"], variant["accumulate"])
         total = dots.dot(x, w, *how)
+        total = total[:, problem.columns] if ring else total
     picked = None if bias is None or variant["formula"] == "no bias" else bias[problem.columns].to(FP32)
     return _finished(total, picked, variant, problem)
 

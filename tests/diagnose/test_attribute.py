@@ -1,0 +1,185 @@
+"""Attribution: planted forms are named by their field, noise is not, and what fits equally is listed and not chosen."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.diagnose.simulate import cases
+from tests.diagnose.simulate.cases import BF16, FP32, Given
+from zerogap.diagnose.attribute import Attribution, explain
+from zerogap.diagnose.simulate import SIMULATORS
+from zerogap.diagnose.verdict import UNATTRIBUTED
+
+
+def attribute(given: Given, a: torch.Tensor, b: torch.Tensor) -> Attribution:
+    return explain("0.node", given.kind, given.inputs, given.weights, given.parameters, a, b)
+
+
+def planted(given: Given, base: int, shape: tuple[int, int], dtype: torch.dtype, **changes: str) -> torch.Tensor:
+    """What a form computes: the kind's `base`-th whole form with fields changed."""
+    problem = given.problem(torch.zeros(shape, dtype=dtype))
+    simulator = SIMULATORS[given.kind]
+    variant = simulator.bases(problem)[base].but(**changes)
+    assert simulator.applies(variant, problem), variant
+    return simulator.simulate(variant, problem).to(dtype)
+
+
+def perturbed(out: torch.Tensor, share: float) -> torch.Tensor:
+    """Some elements one unit in the last place away."""
+    integer = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[out.dtype]
+    chosen = torch.rand(out.shape, generator=torch.Generator().manual_seed(5)) < share
+    return (out.clone().view(integer) + chosen.to(integer)).view(out.dtype)
+
+
+CASES = {
+    "linear": (cases.linear(), (cases.ROWS, 48), BF16),
+    "linear fp32": (cases.linear(FP32, 192), (cases.ROWS, 48), FP32),
+    "head": (cases.linear(kind="head"), (cases.ROWS, 48), FP32),
+    "norm": (cases.norm(), (cases.ROWS, 576), BF16),
+    "norm fp32": (cases.norm(FP32), (cases.ROWS, 576), FP32),
+    "activation": (cases.activation(), (cases.ROWS, 160), BF16),
+    "residual": (cases.residual(), (cases.ROWS, 160), BF16),
+    "rope": (cases.rope(), (cases.ROWS, 128), BF16),
+    "attention": (cases.attention(lengths=[70, 27]), (97, 256), BF16),
+    "logprob": (cases.logprob(), (cases.ROWS, 1), FP32),
+    "embedding": (cases.embedding(), (cases.ROWS, 96), BF16),
+    "experts": (cases.experts(shared=True), (cases.ROWS, 64), BF16),
+}
+
+# case, field, changes of the whole form (0 contract, 1 the usual foreign one)
+PLANTS = [
+    ("linear", "split", 0, {"split": "4 parts, tree"}),
+    ("linear", "split", 0, {"split": "blocks of 128"}),
+    ("linear", "order", 0, {"order": "descending"}),
+    ("linear", "order", 0, {"order": "lanes of 16"}),
+    ("linear", "primitive", 0, {"primitive": "tensor core"}),
+    ("linear", "accumulate", 0, {"accumulate": "bf16"}),
+    ("linear", "accumulate", 0, {"split": "blocks of 64", "accumulate": "bf16 parts"}),
+    ("linear", "rounding", 0, {"rounding": "before the bias"}),
+    ("linear", "rounding", 0, {"rounding": "truncated"}),
+    ("linear", "formula", 0, {"formula": "no bias"}),
+    ("linear", "operands", 0, {"operands": "e4m3", "block": "128x128, 1x128", "scale": "fp32"}),
+    ("linear fp32", "operands", 0, {"operands": "tf32"}),
+    ("linear fp32", "operands", 0, {"operands": "bf16"}),
+    ("linear fp32", "primitive", 0, {"primitive": "mul+add"}),
+    ("linear fp32", "split", 0, {"split": "4 parts, ring"}),
+    ("head", "output", 0, {"output": "bf16"}),
+    ("head", "formula", 0, {"formula": "softcap 30"}),
+    ("norm", "rounding", 0, {"rounding": "before the weight"}),
+    ("norm", "formula", 1, {"formula": "rms with 1 + weight, eps 1e-05"}),
+    ("norm", "formula", 1, {"formula": "rms, eps 0.001"}),
+    ("norm fp32", "order", 0, {"order": "lanes of 8"}),
+    ("norm fp32", "primitive", 0, {"primitive": "mul+add, 1/sqrt"}),
+    ("norm", "accumulate", 1, {"accumulate": "bf16"}),
+    ("activation", "rounding", 0, {"rounding": "activation first"}),
+    ("activation", "formula", 1, {"formula": "gelu", "primitive": "contract"}),
+    ("residual", "formula", 0, {"formula": "x"}),
+    ("rope", "rounding", 0, {"rounding": "every step"}),
+    ("rope", "formula", 1, {"formula": "halves, theta 100000"}),
+    ("rope", "formula", 1, {"formula": "neighbours, theta 10000"}),
+    ("rope", "positions", 1, {"positions": "one more"}),
+    ("attention", "split", 0, {"split": "2 parts"}),
+    ("attention", "block", 0, {"block": "16 keys"}),
+    ("attention", "rounding", 0, {"rounding": "none"}),
+    ("attention", "rounding", 0, {"rounding": "scores and P"}),
+    ("attention", "mask", 1, {"mask": "window of 16"}),
+    ("attention", "scale", 1, {"scale": "1/D"}),
+    ("attention", "formula", 1, {"formula": "softcap 20"}),
+    ("logprob", "rounding", 1, {"rounding": "log-softmax"}),
+    ("logprob", "order", 3, {"order": "4 shards"}),
+    ("logprob", "formula", 1, {"formula": "log(softmax + 0.0001)"}),
+    ("embedding", "formula", 0, {"formula": "row times sqrt(width)"}),
+    ("experts", "order", 1, {"order": "descending"}),
+    ("experts", "accumulate", 1, {"accumulate": "fp32"}),
+    ("experts", "formula", 1, {"formula": "no shared experts"}),
+    ("experts", "router/formula", 1, {"router__formula": "softmax"}),
+    ("experts", "router/scale", 1, {"router__scale": "2.5"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "base", "changes"), PLANTS, ids=lambda v: str(v) if not isinstance(v, dict) else ""
+)
+def test_a_planted_field_is_named(case: str, field: str, base: int, changes: dict[str, str]) -> None:
+    given, shape, dtype = CASES[case]
+    subject, _, name = f"{given.kind}/{field}".rpartition("/")
+    one, other = planted(given, base, shape, dtype), planted(given, base, shape, dtype, **changes)
+    found = attribute(given, one, other)
+    assert found.cause.name == f"{subject.split('/')[-1]}/{name}", found
+    assert found.a is not None and found.b is not None and found.a.share_all == found.b.share_all == 1.0
+    assert any(
+        all(variant[n.replace("__", "/")] == value for n, value in changes.items())
+        for variant in (found.b.variant, *found.b.alternatives)
+    ), "what was planted is among what fits"
+
+
+@pytest.mark.parametrize(("case", "share"), [*((case, 0.2) for case in CASES), ("norm", 0.002), ("linear", 0.002)])
+def test_noise_is_unattributed(case: str, share: float) -> None:
+    given, shape, dtype = CASES[case]
+    out = planted(given, 0, shape, dtype)
+    other = perturbed(out, share)
+    if torch.equal(out, other):
+        pytest.skip("too few elements for this share: none was perturbed")
+    found = attribute(given, out, other)
+    assert found.cause.name == f"{given.kind}/{UNATTRIBUTED}", found
+    assert found.a is not None and found.b is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_have_no_cause(case: str) -> None:
+    given, shape, dtype = CASES[case]
+    out = planted(
+        given, 1 if len(SIMULATORS[given.kind].bases(given.problem(torch.zeros(shape)))) > 1 else 0, shape, dtype
+    )
+    found = attribute(given, out, out.clone())
+    assert found.same and found.a is not None and found.b is not None
+
+
+def test_what_fits_equally_is_listed_and_not_chosen() -> None:
+    """Products 1 and 2 of four are equal, so that two lanes and two parts give the same bits: neither is claimed."""
+    x, w = cases.randn(40, 4, seed=1), cases.randn(30, 4, seed=2)
+    x[:, 2], w[:, 2] = x[:, 1], w[:, 1]
+    given = Given("linear", {"x": x}, {"a.weight": w}, {})
+    one = planted(given, 0, (40, 30), FP32)
+    other = planted(given, 0, (40, 30), FP32, order="lanes of 2")
+    assert torch.equal(other, planted(given, 0, (40, 30), FP32, split="2 parts, ascending")), "the premise"
+    found = attribute(given, one, other)
+    assert found.cause.field == UNATTRIBUTED and {"order", "split"} <= set(found.fields), found
+    assert found.b is not None and len(found.b.alternatives) >= 1
+    assert "explain the bits equally" in found.cause.detail
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    """Missing weights, parameters or kinds end unattributed, not in an error."""
+    given, shape, dtype = CASES["attention"]
+    out = planted(given, 0, shape, dtype)
+    bare = dataclasses.replace(given, parameters={})
+    assert attribute(bare, out, perturbed(out, 0.1)).cause.name == f"attention/{UNATTRIBUTED}"
+    given, shape, dtype = CASES["linear"]
+    out = planted(given, 0, shape, dtype)
+    bare = dataclasses.replace(given, weights={})
+    assert attribute(bare, out, perturbed(out, 0.1)).cause.name == f"linear/{UNATTRIBUTED}"
+    assert explain("x", "no such kind", {}, {}, {}, out, out).cause.name == f"{UNATTRIBUTED}/{UNATTRIBUTED}"
+
+
+def test_other_inputs_are_replayed_on_their_own() -> None:
+    """Where the inputs differ, the operator is the same if one form gives both sides' bits exactly, and only then."""
+    given, shape, dtype = CASES["norm"]
+    moved = dataclasses.replace(given, inputs={"x": given.inputs["x"].flip(0)})
+    one, other = planted(given, 0, shape, dtype), planted(moved, 0, shape, dtype)
+    foreign = planted(moved, 0, shape, dtype, rounding="before the weight")
+
+    def across(b: torch.Tensor) -> Attribution:
+        return explain("0.norm", "norm", given.inputs, given.weights, given.parameters, one, b, inputs_b=moved.inputs)
+
+    assert across(other).same
+    assert across(foreign).cause.name == "norm/rounding"
+    assert across(perturbed(other, 0.001)).cause.name == f"norm/{UNATTRIBUTED}"
+
+
+def test_nan_is_not_compared() -> None:
+    given, shape, dtype = CASES["norm"]
+    one, other = planted(given, 0, shape, dtype), planted(given, 1, shape, dtype)
+    one[3], other[5, :100] = float("nan"), float("nan")
+    assert attribute(given, one, other).cause.name == "norm/rounding"

@@ -18,7 +18,8 @@ from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.side import Ask, Side
 from zerogap.diagnose.trace import Definition, Trace
 
-ROWS = 64  # tokens on which candidates are tried
+ROWS, FEWEST_ROWS = 64, 16  # tokens on which candidates are tried
+NUMBERS = 1 << 20  # logits that are scored per candidate
 FOLLOWS = 2e-3  # largest mean |error| of numbers that follow from logits (BF16 log-softmax included)
 EXACT = 1e-6  # mean |error| of FP32 log-softmax in another order
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.1, 1.2, 1.25, 1.3, 1.5, 2.0)
@@ -115,10 +116,11 @@ class Scorer:
         self.trace, self.logits, self.starts, self.recorded, self.tokens = trace, logits, starts, recorded, tokens
 
     def sample(self) -> list[tuple[int, int]]:
-        """At most `ROWS` (sequence, position), spread evenly."""
-        if len(self.tokens) <= ROWS:
+        """At most `ROWS` (sequence, position), spread evenly; fewer of a large vocabulary, but `FEWEST_ROWS`."""
+        count = min(ROWS, max(FEWEST_ROWS, NUMBERS // self.logits.shape[1]))
+        if len(self.tokens) <= count:
             return self.tokens
-        return [self.tokens[k * len(self.tokens) // ROWS] for k in range(ROWS)]
+        return [self.tokens[k * len(self.tokens) // count] for k in range(count)]
 
     def scores(self, tokens: Sequence[tuple[int, int]], definition: Definition, rank: int = -1) -> np.ndarray:
         """float32: log-probs of the tokens, or of the `rank`-th likeliest one in the place of each."""

@@ -143,6 +143,15 @@ def test_one_changed_weight_is_refused_by_name_before_anything_is_computed(recor
     assert next(line.field for line in result.lines if line.verdict == LEFT) == "neighbours"
 
 
+def test_equal_values_in_another_dtype_are_the_same_tensors(record, model, tmp_path):
+    shutil.copytree(model, tmp_path / "wide")
+    tensors = load_file(tmp_path / "wide" / "model.safetensors")
+    wide = {name: t.to(torch.float32) for name, t in tensors.items()}
+    save_file(wide, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    result = check(record, model=str(tmp_path / "wide"), sample=0.01)
+    assert result.accepted, refused(result)
+
+
 def test_a_bit_that_the_contract_rounds_away_is_refused_too(model, tmp_path):
     record = seal(certify(str(model), preset("fp8")))
     shutil.copytree(model, tmp_path / "changed")

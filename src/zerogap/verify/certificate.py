@@ -159,7 +159,7 @@ def read_certificate(path: Path) -> Record:
     try:
         record = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        cut = error.pos >= len(text.rstrip())
+        cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         what = "cut short, the JSON does not end" if cut else f"damaged, not JSON ({error})"
         raise CheckpointError(f"{path}: {what}{_last_section(text[: error.pos])}") from error
     except (ValueError, RecursionError) as error:

@@ -54,7 +54,7 @@ class Opened:
     """A model, opened and loaded under a contract: the decoder that neighbours and ladder work on.
 
     Attributes:
-        tensors: digest of every tensor as it is on disk, by name: a contract that quantises computes with less of them.
+        tensors: digest of every tensor's values on disk, by name: a contract that quantises computes with less of them.
     """
 
     source: str
@@ -94,10 +94,13 @@ def open_loaded(source: str, numerics: Numerics) -> Opened:
 
 
 def _digested(tensors: Iterable[NamedTensor], found: dict[str, str]) -> Iterator[NamedTensor]:
-    """The same tensors; their digests are noted on the way."""
+    """The same tensors; digests of their values are noted on the way. FP32 holds those of every dtype exactly, so that
+    files which store equal values in different dtypes have equal digests."""
     for name, tensor in tensors:
-        parts = (tensor.codes, tensor.scales) if isinstance(tensor, BlockCodes) else (tensor,)
-        found[name] = digest(*parts)
+        if isinstance(tensor, BlockCodes):
+            found[name] = digest(tensor.codes, tensor.scales)
+        else:
+            found[name] = digest(tensor.to(torch.float32))
         yield name, tensor
 
 

@@ -10,7 +10,7 @@ import torch
 from zerogap.diagnose.corpus import arithmetic
 from zerogap.diagnose.corpus.open_modules import OpenAttention, OpenLayer, exact
 from zerogap.diagnose.corpus.workshop import Workshop, turn
-from zerogap.diagnose.self_test import CLEAN, Case, FaultFile, Score, fault_files
+from zerogap.diagnose.self_test import CLEAN, Case, FaultFile, Score, fault_files, run
 from zerogap.diagnose.side import Ask
 from zerogap.diagnose.trace import Trace
 from zerogap.errors import ConfigError
@@ -159,3 +159,12 @@ def test_refused_fault_files(tmp_path: Path, text: str, key: str) -> None:
     (tmp_path / "one.py").write_text(f'"""Doc."""\n{text}')
     with pytest.raises(ConfigError, match=key):
         fault_files(tmp_path)
+
+
+def test_a_fault_file_that_raises_is_a_row_and_stops_nothing(tmp_path: Path) -> None:
+    broken = "def sides(workshop):\n    raise ValueError('no such kernel')\n"
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(f'"""Doc."""\nEXPECTED = "norm/order"\n{broken}')
+    score = run(tmp_path)
+    assert [c.said for c in score.cases] == ["error", "error"] and score.recall == 0.0
+    assert "no such kernel" in score.cases[0].detail

@@ -240,10 +240,9 @@ def _case(file: FaultFile, workshop: Any) -> Case:
     from zerogap.diagnose.run import diagnose
 
     began = time.perf_counter()
-    a, b = file.module.sides(workshop)
     try:
-        verdict = diagnose(a, b).verdict
-    except _BUGS as error:  # whatever the tool's bug is, the other faults are still scored
+        verdict = diagnose(*file.module.sides(workshop)).verdict
+    except _BUGS as error:  # whosever bug it is, the tool's or the file's, the other faults are still scored
         said, check, detail = "error", "", f"{type(error).__name__}: {error}"
     else:
         check = verdict.check

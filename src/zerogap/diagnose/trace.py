@@ -246,3 +246,14 @@ def _unpack_pass(
         meaning=facts.get("meaning", {}),
         note=facts.get("note", ""),
     )
+
+
+def json_ready(value: Any) -> Any:
+    """Settings as JSON holds them: dtypes by name, what JSON has no word for as text."""
+    if isinstance(value, Mapping):
+        return {str(k): json_ready(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(v) for v in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -6,13 +6,14 @@ element of a block's output, in what a router decided, in whose weights are read
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from zerogap.layers.block import Block
 from zerogap.layers.latent_attention import LatentAttention
 from zerogap.layers.moe import RoutedMLP
+from zerogap.models.passes import of_engine, runs
 from zerogap.ops import tap
 from zerogap.ops.cpu.moe import route
 from zerogap.ops.handle import WeightHandle
@@ -27,22 +28,8 @@ PassChooser = Callable[[ForwardContext], bool]
 # ---------------------------------------------------------------------------------------------------- which passes
 
 
-def runs(context: ForwardContext) -> Iterator[tuple[int, int, int]]:
-    """(first row, rows, first position) of each sequence in the pass."""
-    sequences = context.sequences.tolist()
-    start = 0
-    for row in range(1, len(sequences) + 1):
-        if row == len(sequences) or sequences[row] != sequences[start]:
-            yield start, row - start, int(context.positions[start])
-            start = row
-
-
 def every_pass(context: ForwardContext) -> bool:
     return True
-
-
-def of_engine(context: ForwardContext) -> bool:
-    return context.sample_starts is None
 
 
 def continues_prompts(context: ForwardContext) -> bool:

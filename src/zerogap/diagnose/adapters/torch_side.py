@@ -24,7 +24,7 @@ from zerogap.diagnose.adapters.torch_facts import node_parameters, routing_facts
 from zerogap.diagnose.graph import Node, model_nodes
 from zerogap.diagnose.side import Ask
 from zerogap.diagnose.sketch import sketch
-from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace
+from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace, json_ready
 from zerogap.errors import ConfigError
 
 CHUNK = 8  # tokens per chunk where nobody said
@@ -91,7 +91,7 @@ class TorchSide:
             weights={name: sketch(tensor) for name, tensor in self._weights()},
             buffers={plain_name(name): sketch(buffer) for name, buffer in self.model.named_buffers()},
             settings=self._settings,
-            model=_json_ready(config.to_dict()),
+            model=json_ready(config.to_dict()),
             source=self._source,
             versions=_versions(),
             layout=self._layout(),
@@ -309,14 +309,3 @@ def _versions() -> dict[str, str]:
     import transformers
 
     return {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
-
-
-def _json_ready(value: Any) -> Any:
-    """A config as JSON holds it: dtypes by name."""
-    if isinstance(value, Mapping):
-        return {str(k): _json_ready(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_ready(v) for v in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

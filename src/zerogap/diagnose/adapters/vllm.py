@@ -14,7 +14,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from zerogap.diagnose.adapters.vllm_worker import EXTENSION
-from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace, save_trace
+from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace, json_ready, save_trace
 from zerogap.errors import ConfigError
 
 
@@ -87,7 +87,7 @@ def vllm_trace(
         weights=llm.collective_rpc("zerogap_sketches")[0] if single else {},
         buffers=llm.collective_rpc("zerogap_buffers")[0] if single else {},
         settings={n: getattr(params, n) for n in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")},
-        model=_json_ready(config.model_config.hf_config.to_dict()),
+        model=json_ready(config.model_config.hf_config.to_dict()),
         source=str(config.model_config.model),
         versions=_versions(),
         layout=_layout(config),
@@ -203,16 +203,6 @@ def _layout(config: Any) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "enable_prefix_caching": config.cache_config.enable_prefix_caching,
     }
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _json_ready(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_ready(v) for v in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _prompts(path: Path, model: str) -> list[list[int]]:

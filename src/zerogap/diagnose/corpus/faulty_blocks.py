@@ -4,7 +4,7 @@ The real block runs over the real kernels; then the first element of chosen rows
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -12,21 +12,6 @@ from zerogap.models.decoder import Decoder
 from zerogap.types import ForwardContext
 
 Rows = Callable[[ForwardContext], list[int]]
-
-
-def runs(context: ForwardContext) -> Iterator[tuple[int, int, int]]:
-    """(first row, rows, first position) of each sequence in the pass."""
-    sequences = context.sequences.tolist()
-    start = 0
-    for row in range(1, len(sequences) + 1):
-        if row == len(sequences) or sequences[row] != sequences[start]:
-            yield start, row - start, int(context.positions[start])
-            start = row
-
-
-def of_engine(context: ForwardContext) -> bool:
-    """True if the pass is none of a trainer's."""
-    return context.sample_starts is None
 
 
 @dataclasses.dataclass(frozen=True)

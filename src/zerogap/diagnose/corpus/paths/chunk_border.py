@@ -3,8 +3,9 @@
 Met with chunked prefill, where the first row of a chunk takes another branch.
 """
 
-from zerogap.diagnose.corpus.faulty_blocks import disturbed, of_engine, runs
+from zerogap.diagnose.corpus.faulty_blocks import disturbed
 from zerogap.diagnose.corpus.workshop import Sides, Workshop
+from zerogap.models.passes import of_engine, runs
 from zerogap.types import ForwardContext
 
 EXPECTED = "path/chunked"

@@ -3,8 +3,9 @@
 Met as a buffer that is reused one step too early; only the path can be named.
 """
 
-from zerogap.diagnose.corpus.faulty_blocks import disturbed, of_engine, runs
+from zerogap.diagnose.corpus.faulty_blocks import disturbed
 from zerogap.diagnose.corpus.workshop import Sides, Workshop
+from zerogap.models.passes import of_engine, runs
 from zerogap.types import ForwardContext
 
 EXPECTED = "path/decode"

@@ -149,8 +149,9 @@ def _jump(found: Walk) -> Divergence | None:
 
 
 def further_kinds(facts: Facts, kinds: Sequence[str]) -> list[Attributed]:
-    """Replays of the first operator of each kind that no replay has been of: where nothing reads the same rows on both
-    sides any more, each side's form is looked for on its own inputs."""
+    """Replays of one operator of each kind that no replay has been of: where nothing reads the same rows on both sides
+    any more, each side's form is looked for on its own inputs. Of a kind with several operators in a layer (q_proj ...
+    down_proj) the first one counts whose forms part."""
     pass_a, pass_b = _alike(facts)
     if not pass_a.boundaries or not pass_b.boundaries:
         return []
@@ -159,14 +160,20 @@ def further_kinds(facts: Facts, kinds: Sequence[str]) -> list[Attributed]:
     known = {nodes[done.node].kind for done in facts.attributions if done.node in nodes}
     out = []
     for kind in kinds:
-        node = next((n for n in nodes.values() if n.kind == kind and _replayable(n, found)), None)
-        if node is None or kind in known:
-            continue
-        facts.progress(f"replay of {node.name}")
-        rows = found.distance[node.name] > 0
-        own = next((d for d in found.diverging if d.node == node), None)
-        divergence = own or Divergence(node, (), rows, torch.zeros_like(rows), 0, 0, 0.0, node.inputs)
-        out.append(attributed(divergence, Ends(facts.a, pass_a), Ends(facts.b, pass_b), facts.a.trace))
+        alike = [] if kind in known else [n for n in nodes.values() if n.kind == kind and _replayable(n, found)]
+        firsts: dict[str, Node] = {}
+        for node in alike:
+            firsts.setdefault(node.name.rsplit(".", 1)[-1], node)
+        tried: list[Attributed] = []
+        for node in firsts.values():
+            facts.progress(f"replay of {node.name}")
+            rows = found.distance[node.name] > 0
+            own = next((d for d in found.diverging if d.node == node), None)
+            divergence = own or Divergence(node, (), rows, torch.zeros_like(rows), 0, 0, 0.0, node.inputs)
+            tried.append(attributed(divergence, Ends(facts.a, pass_a), Ends(facts.b, pass_b), facts.a.trace))
+            if tried[-1].cause.subject != UNKNOWN.subject:
+                break
+        out += tried[-1:] if tried and tried[-1].cause.subject != UNKNOWN.subject else tried[:1]
     return out
 
 

@@ -11,6 +11,14 @@ Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], pydantic.BeforeValidator(_as_tuple)]
+"""One name or several."""
+
+
 class Section(pydantic.BaseModel):
     """Base of all sections: frozen, unknown keys forbidden, defaults checked like given values."""
 

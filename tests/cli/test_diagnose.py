@@ -111,6 +111,12 @@ def test_a_trace_has_its_own_sequences(tmp_path):
     assert "its own sequences" in str(done.exception)
 
 
+def test_workers_are_the_self_tests(tmp_path):
+    a = trace(tmp_path / "a")
+    done = run(a, a, "--workers", 2)
+    assert isinstance(done.exception, ConfigError) and "--self-test" in str(done.exception)
+
+
 def test_two_arrays(tmp_path):
     ids, a = np.arange(24).reshape(2, 12), -np.linspace(0.1, 2, 24, dtype=np.float32).reshape(2, 12)
     b = a.copy()
@@ -152,7 +158,8 @@ def test_the_bar_of_the_self_test(said, code, monkeypatch, tmp_path):
         self_test.Case(f"case{i}", e, s, "operators", "", 0.1) for i, (e, s) in enumerate(zip(expected, said))
     )
 
-    def fake(folder, progress):
+    def fake(folder, progress, workers):
+        assert workers >= 1
         for case in cases:
             progress(case)
         return self_test.Score(cases)

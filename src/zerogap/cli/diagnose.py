@@ -13,6 +13,7 @@ from rich.console import Console
 
 from zerogap.cli.json_option import require_writable
 from zerogap.cli.side_option import parse_side
+from zerogap.env import num_threads
 from zerogap.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from zerogap.diagnose.side import Replacement, Side
     from zerogap.text import Tokenizer
 
+MOST_WORKERS = 8  # that are started unless asked: each holds about 1 GB
 PRECISION, RECALL = 0.95, 0.9  # that the self-test has to reach
 STYLES = {"head": "bold", "good": "green", "bad": "red", "open": "yellow", "soft": "dim", "": ""}
 
@@ -66,6 +68,13 @@ SELF_TEST = Annotated[
 FAULTS = Annotated[
     Path | None, typer.Option(help="With --self-test: your own fault files instead of the built-in ones.")
 ]
+WORKERS = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="With --self-test: processes that share the files, one thread each. Default: the cores, at most 8.",
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +106,7 @@ def diagnose(
     json_file: JSON = None,
     self_test: SELF_TEST = False,
     faults: FAULTS = None,
+    workers: WORKERS = None,
 ) -> None:
     """Name the cause of a difference between two stacks' log-probs, with evidence.
 
@@ -133,9 +143,11 @@ def diagnose(
         raise ConfigError("--path", path, "choose text or generate")
     if faults is not None and not self_test:
         raise ConfigError("--faults", str(faults), "it belongs to --self-test")
+    if workers is not None and not self_test:
+        raise ConfigError("--workers", workers, "it belongs to --self-test")
     console = Console(highlight=False)
     if self_test:
-        _self_test(console, faults, json_file)
+        _self_test(console, faults, workers or min(num_threads(), MOST_WORKERS), json_file)
         return
     asked = Asked(a, b, arrays, nemo_rl, prompts, path == "generate", max_tokens, temperature, seed)
     found = _run(console, asked)
@@ -269,7 +281,7 @@ def _show(console: Console, report: Report) -> None:
         console.print(line.text, style=STYLES[line.tone], markup=False, soft_wrap=True)
 
 
-def _self_test(console: Console, faults: Path | None, json_file: Path | None) -> None:
+def _self_test(console: Console, faults: Path | None, workers: int, json_file: Path | None) -> None:
     from zerogap.diagnose import self_test
 
     def show(case: self_test.Case) -> None:
@@ -277,7 +289,7 @@ def _self_test(console: Console, faults: Path | None, json_file: Path | None) ->
         said = f"{case.said}" if case.right else f"{case.said}, expected {' or '.join(case.expected)}"
         console.print(f"{mark} {case.name:<36} {said}  {case.seconds:.1f} s", style=style, markup=False, soft_wrap=True)
 
-    score = self_test.run(faults, progress=show)
+    score = self_test.run(faults, progress=show, workers=workers)
     console.print(score.summary(), markup=False, soft_wrap=True)
     if json_file is not None:
         self_test.write_json(score, json_file)

@@ -12,12 +12,17 @@ import json
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from zerogap.diagnose import workers as processes
 from zerogap.diagnose.verdict import SUBJECTS, UNATTRIBUTED
 from zerogap.errors import ConfigError
+from zerogap.ops.cpu import library
 
 CLEAN = "clean"
 _BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -70,9 +75,17 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The self-test's result."""
+    """The self-test's result.
+
+    Attributes:
+        cases: in the order of the files.
+        elapsed: seconds by the clock; 0 where nobody measured.
+        workers: processes that diagnosed; 0: this one.
+    """
 
     cases: tuple[Case, ...]
+    elapsed: float = 0.0
+    workers: int = 0
 
     @property
     def faults(self) -> tuple[Case, ...]:
@@ -133,6 +146,8 @@ class Score:
             "recall": self.recall,
             "controls_blamed": [c.name for c in self.blamed],
             "seconds": self.seconds,
+            "elapsed": self.elapsed,
+            "workers": self.workers,
             "confusion": self.confusion(),
             "cases": [{**dataclasses.asdict(c), "right": c.right} for c in self.cases],
         }
@@ -147,9 +162,15 @@ class Score:
         lines += [f"  {c.name:36s} expected {' or '.join(c.expected)}, said {c.said} ({c.check})" for c in wrong]
         lines.append(
             f"{self.num_faults} faults: precision {self.precision:.3f}, recall {self.recall:.3f}; "
-            f"{len(self.blamed)} of {len(self.controls)} clean controls blamed; {self.seconds:.0f} s"
+            f"{len(self.blamed)} of {len(self.controls)} clean controls blamed; {self._time()}"
         )
         return "\n".join(lines)
+
+    def _time(self) -> str:
+        if self.workers:
+            processes = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+            return f"{self.elapsed:.0f} s with {processes}, {self.seconds:.0f} s of diagnoses"
+        return f"{self.elapsed or self.seconds:.0f} s"
 
 
 def write_json(score: Score, path: Path) -> None:
@@ -210,29 +231,62 @@ def run(
     folder: Path | None = None,
     progress: Callable[[Case], None] | None = None,
     names: Sequence[str] = (),
+    workers: int = 0,
 ) -> Score:
     """Diagnose every fault of a folder (None: the built-in corpus) and score the verdicts.
 
     Args:
         progress: called after each case.
         names: only these files, by name.
+        workers: processes of one thread each that share the files; 0: all are diagnosed in this process. They are
+            spawned, so a script that asks for any needs its `if __name__ == "__main__":`. One that dies makes its case
+            an `error`.
 
     Raises:
         ConfigError: see `fault_files`; or a name that is not there.
     """
-    from zerogap.diagnose.corpus.workshop import Workshop
-
+    began = time.perf_counter()
     files = fault_files(folder)
     if missing := set(names) - {f.name for f in files}:
         raise ConfigError("names", ", ".join(sorted(missing)), "there is no such fault file")
-    workshop, cases = Workshop(), []
-    for file in files:
-        if names and file.name not in names:
-            continue
-        cases.append(_case(file, workshop))
+    chosen = [f for f in files if not names or f.name in names]
+    cases: dict[int, Case] = {}
+    for i, case in _diagnosed(chosen, folder, workers):
+        cases[i] = case
         if progress is not None:
-            progress(cases[-1])
-    return Score(tuple(cases))
+            progress(case)
+    in_order = tuple(cases[i] for i in range(len(chosen)))
+    return Score(in_order, time.perf_counter() - began, min(workers, len(chosen)))
+
+
+def _diagnosed(files: Sequence[FaultFile], folder: Path | None, workers: int) -> Iterator[tuple[int, Case]]:
+    """(index of a file, its case), as they end."""
+    if workers == 0:
+        from zerogap.diagnose.corpus.workshop import Workshop
+
+        workshop = Workshop()
+        yield from ((i, _case(file, workshop)) for i, file in enumerate(files))
+        return
+    for i, found in processes.results(_serve, (folder,), [f.name for f in files], workers):
+        if isinstance(found, processes.Lost):
+            words = f"the worker that diagnosed it ended ({found.words})"
+            found = Case(files[i].name, files[i].expected, "error", "", words, found.seconds)
+        yield i, found
+
+
+def _serve(pipe: Connection, folder: Path | None) -> None:
+    """A worker: file names in, cases out, until the pipe is closed."""
+    from zerogap.diagnose.corpus.workshop import Workshop
+
+    torch.set_num_threads(1)
+    files, workshop = {f.name: f for f in fault_files(folder)}, Workshop()
+    with library.use_threads(1):
+        while True:
+            try:
+                name = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(_case(files[name], workshop))
 
 
 def _case(file: FaultFile, workshop: Any) -> Case:

@@ -133,12 +133,15 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace, *, mixed:
     wanted = divergence.equal_inputs if alike else torch.ones_like(divergence.rows)
     wanted = wanted & recorded_rows(out_a) & recorded_rows(out_b)
     if mixed:
-        found = _replayed(node, alike, wanted, a, b, trace, divergence.rows)
         decoded = "decode" in (a.found.path, b.found.path)
+        parting = divergence.rows
+        if decoded and bool((parting & wanted & _completions(trace)).any()):
+            parting = parting & _completions(trace)  # a prompt is computed at once, by a form of its own
+        found = _replayed(node, alike, wanted, a, b, trace, parting)
         if found.cause.field != UNATTRIBUTED or not (decoded and node.kind in OVER_ROWS):
             return found
         # A decoded row has its own keys and no more: what is cut into parts is cut by their number.
-        rows, last = _each_alone(trace, wanted & divergence.rows)
+        rows, last = _each_alone(trace, wanted & parting)
         out_a, out_b = (out[rows.index].masked_fill(~last[:, None], float("nan")) for out in (out_a, out_b))
         alone = _searched(node, alike, a, b, rows, out_a, out_b)
         return found if alone.cause.field == UNATTRIBUTED else alone
@@ -149,6 +152,11 @@ def attributed(divergence: Divergence, a: Ends, b: Ends, trace: Trace, *, mixed:
         again = _replayed(node, alike, parted, a, b, trace)
         found = found if again.cause.field == UNATTRIBUTED else again
     return found
+
+
+def _completions(trace: Trace) -> torch.Tensor:
+    """bool [R]: rows of completion tokens."""
+    return torch.cat([torch.arange(len(s.ids)) >= s.prompt_length for s in trace.sequences])
 
 
 def _in_sequences(trace: Trace, rows: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention over whole sequences: forms of real stacks, and changes of one field.
 
 order       chain (products by zerogap's kernel, sums of P over sixteen lanes); `library: torch.matmul`;
-            `library op: scaled_dot_product_attention` (all of it, replayed)
+            `library op: scaled_dot_product_attention` (all of it, replayed); `..., each row alone` (as it decodes)
 primitive   contract exp, torch exp, exp2 (of scores times log2 e); FLASH (torch's fast exp, one reciprocal at the end)
 split       1; `N parts of each row's keys` (decode kernels);
             `spans of N` (keys from absolute position 0), `N parts` (of each sequence): unnormalised states merged
@@ -33,6 +33,7 @@ from zerogap.numerics import DType, preset
 
 MATMUL = f"{LIBRARY} torch.matmul"
 SDPA = f"{WHOLE} scaled_dot_product_attention"
+SDPA_ROWS = f"{SDPA}, each row alone"
 OF_ROWS = " of each row's keys"
 EAGER = "scores, scaled scores and normalised P"
 BLOCKS = (16, 32, 64, 128, 256, 512)
@@ -82,7 +83,7 @@ def bases(problem: Problem) -> list[Variant]:
     one = contract.but(order=MATMUL, primitive="torch exp", split="1", block="all keys")
     eager = one.but(rounding=EAGER if problem.storage != "fp32" else "normalised P")
     flash = contract.but(primitive=FLASH, split="1", block="512 keys")
-    return [contract, eager, one.but(order=SDPA), flash, one.but(rounding="none"), one]
+    return [contract, eager, one.but(order=SDPA), one.but(order=SDPA_ROWS), flash, one.but(rounding="none"), one]
 
 
 def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
@@ -189,6 +190,8 @@ def applies(variant: Variant, problem: Problem) -> bool:
         return False
     longest, split, block = max(found.lengths), variant["split"], variant["block"]
     whole = bases(problem)[2]
+    if variant["order"] == SDPA_ROWS:
+        return variant == bases(problem)[3]
     if variant["order"] == SDPA:
         keep = ("order", "mask", "formula", "scale")
         return variant == whole or all(v == w for (n, v), (_, w) in zip(variant.fields, whole.fields) if n not in keep)
@@ -259,6 +262,8 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
         return problem.whole(("attention", "fp8", power), lambda: _contract(problem, found, True, power))
     if variant["order"] == SDPA and variant == bases(problem)[2]:
         return problem.whole(("attention", SDPA), lambda: _sdpa(problem, found))
+    if variant["order"] == SDPA_ROWS:
+        return problem.whole(("attention", SDPA_ROWS), lambda: _sdpa_rows(problem, found))
     heads = (problem.columns // found.dim).unique().tolist()
     out = torch.full((len(problem.out), found.heads * found.dim), float("nan"))
     first = 0
@@ -312,6 +317,22 @@ def _sdpa(problem: Problem, found: Sizes) -> torch.Tensor:
         done.append(out[0].transpose(0, 1).flatten(1))
         first += length
     return torch.cat(done)
+
+
+def _sdpa_rows(problem: Problem, found: Sizes) -> torch.Tensor:
+    """torch's op for every row by itself, with the keys up to its own."""
+    done, first = [], 0
+    for length in found.lengths:
+        q, k, v = _heads(problem, found, list(range(found.heads)), first, length)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        for t in range(length):
+            keys, values = k[None, :, : t + 1].contiguous(), v[None, :, : t + 1].contiguous()
+            row = torch.nn.functional.scaled_dot_product_attention(
+                q[None, :, t : t + 1], keys, values, scale=found.scale
+            )
+            done.append(row.flatten())
+        first += length
+    return torch.stack(done)
 
 
 # ---------------------------------------------------------------------------------------------------- one sequence

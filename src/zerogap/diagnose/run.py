@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zerogap.diagnose.adapters.contract_ops import contract_replacements
+from zerogap.diagnose.adapters.row_ops import row_replacements
 from zerogap.diagnose.adapters.torch_side import TorchSide
 from zerogap.diagnose.checks import (
     cache,
@@ -98,9 +99,13 @@ def diagnose(
     of_kinds: tuple[OperatorShare, ...] = ()
     parts = shares(facts, {})
     if verdict.check in NUMERIC:
-        given = _contract(facts) if replacements is None else replacements
+        by_rows = _by_rows(facts) if verdict.check == "path" else {}
+        given = by_rows or (_contract(facts) if replacements is None else replacements)
         of_kinds, parts = operator_shares(facts, given), shares(facts, given)
-        more = operators.further_kinds(facts, [s.kind for s in of_kinds if max(s.share, s.alone or 0.0) >= WORTH])
+        worth = [s.kind for s in of_kinds if max(s.share, s.alone or 0.0) >= WORTH]
+        more = [] if by_rows else operators.further_kinds(facts, worth)
+        for which, kinds in by_rows.items():
+            more += operators.decoded_kinds(facts, which, {kind: kinds[kind] for kind in worth})
         facts.attributions += more
         verdict = _with_kinds(verdict, [found.cause for found in more], of_kinds)
     one, other = facts.a.trace, facts.b.trace
@@ -129,6 +134,16 @@ def _contract(facts: Facts) -> Mapping[str, Mapping[str, Replacement]]:
             meaning = facts.answers[which].definition
             temperature = meaning.temperature if meaning.processed and meaning.temperature else 1.0
             return {which: contract_replacements(side, other.decoder.numerics, temperature)}
+    return {}
+
+
+def _by_rows(facts: Facts) -> Mapping[str, Mapping[str, Replacement]]:
+    """Where one side decoded and the other computed whole sequences: the latter's operators, row by row."""
+    for which, other in (("a", "b"), ("b", "a")):
+        side, answer = facts.side(which), facts.answers[which]
+        alone = all(len(batch) == 1 for batch in answer.batches or ())
+        if isinstance(side, TorchSide) and answer.path == "whole" and alone and facts.answers[other].path == "decode":
+            return {which: row_replacements(side)}
     return {}
 
 

@@ -370,21 +370,22 @@ def _watched(
     **settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The registered attention function: show queries, keys and values, then call the model's own function."""
-    from transformers import AttentionInterface
-
     watching = _WATCHING.get()
     assert watching is not None, "a watched attention function was called outside its block"
     implementation, watcher = watching
     changed = watcher(module, query, key, value)
     if changed is not None:
         query, key, value = changed
-    function = AttentionInterface().get_interface(implementation, _eager(module))
-    return function(module, query, key, value, attention_mask, **settings)
+    return attention_function(module, implementation)(module, query, key, value, attention_mask, **settings)
 
 
-def _eager(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """The eager function beside the module's own `forward`, which is what that forward falls back to."""
-    return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+def attention_function(module: torch.nn.Module, implementation: str) -> Callable[..., Any]:
+    """transformers' attention function of this name; `eager` stands beside the module's own `forward`, which is what
+    that forward falls back to."""
+    from transformers import AttentionInterface
+
+    eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+    return AttentionInterface().get_interface(implementation, eager)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,9 @@ class TorchSide:
         path, batches: how the side's answer (the trace's first pass) is computed.
         padding: `right` or `left` where sequences of several lengths share a pass (decoding always pads prompts left).
         settings: sampling settings for the trace.
+
+    Attributes:
+        running: sequences of the batch that is being computed, for replacements.
     """
 
     def __init__(
@@ -63,6 +66,12 @@ class TorchSide:
         self._sequences, self._definition, self._source = tuple(sequences), definition, source
         self._path, self._batches, self._padding = path, batches, padding
         self._settings = dict(settings or {})
+        self.running: tuple[int, ...] = ()
+
+    @property
+    def sequences(self) -> tuple[SequenceTrace, ...]:
+        """What is computed, as given."""
+        return self._sequences
 
     @property
     def config(self) -> Any:
@@ -123,6 +132,7 @@ class TorchSide:
         for batch in batches:
             plan = _plan(self._sequences, batch, ask, self._padding)
             logits = [torch.empty(0)] * len(batch)
+            self.running = tuple(batch)
             for forward in self._forwards(plan, ask):
                 _scatter(forward, plan, [int(starts[i]) for i in batch], int(starts[-1]), boundaries)
                 _collect(forward, plan, logits)

@@ -5,7 +5,8 @@ before it. Each is replayed on its captured inputs (`replay`); a field of its nu
 were reproduced.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,7 +15,7 @@ from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.findings import Attributed
 from zerogap.diagnose.graph import Node
 from zerogap.diagnose.replay import Ends, attributed
-from zerogap.diagnose.side import Ask, Side
+from zerogap.diagnose.side import Ask, Replacement, Side
 from zerogap.diagnose.trace import Pass
 from zerogap.diagnose.verdict import UNATTRIBUTED, UNKNOWN, Cause, Finding
 
@@ -157,7 +158,7 @@ def further_kinds(facts: Facts, kinds: Sequence[str]) -> list[Attributed]:
         return []
     found = facts.walk(pass_a, pass_b)
     nodes = {n.name: n for n in nodes_of(found.compared)}
-    known = {nodes[done.node].kind for done in facts.attributions if done.node in nodes}
+    known = _kinds_known(facts, nodes)
     out = []
     for kind in kinds:
         alike = [] if kind in known else [n for n in nodes.values() if n.kind == kind and _replayable(n, found)]
@@ -168,13 +169,39 @@ def further_kinds(facts: Facts, kinds: Sequence[str]) -> list[Attributed]:
         for node in firsts.values():
             facts.progress(f"replay of {node.name}")
             rows = found.distance[node.name] > 0
-            own = next((d for d in found.diverging if d.node == node), None)
-            divergence = own or Divergence(node, (), rows, torch.zeros_like(rows), 0, 0, 0.0, node.inputs)
-            tried.append(attributed(divergence, Ends(facts.a, pass_a), Ends(facts.b, pass_b), facts.a.trace))
+            known_one = next((d for d in found.diverging if d.node == node), None)
+            divergence = known_one or Divergence(node, (), rows, torch.zeros_like(rows), 0, 0, 0.0, node.inputs)
+            ends = Ends(facts.a, pass_a), Ends(facts.b, pass_b)
+            tried.append(attributed(divergence, *ends, facts.a.trace))
             if tried[-1].cause.subject != UNKNOWN.subject:
                 break
         out += tried[-1:] if tried and tried[-1].cause.subject != UNKNOWN.subject else tried[:1]
     return out
+
+
+def decoded_kinds(facts: Facts, which: str, replacements: Mapping[str, Replacement]) -> list[Attributed]:
+    """Replays of one operator of each kind that no replay has been of, where a side computed whole sequences and the
+    other decoded: the side's pass beside the same with only this kind computed as in decoding, so that up to the first
+    operator that parts them both read the same rows."""
+    side, answer = facts.side(which), facts.captured(which)
+    known = _kinds_known(facts, {n.name: n for n in nodes_of(answer.boundaries)})
+    out = []
+    for kind, operator in replacements.items():
+        ask = Ask(answer.path, answer.batches, definition=answer.definition, capture=True, replace={kind: operator})
+        other = None if kind in known else facts.again(which, ask)
+        first = None if other is None else facts.walk(answer, other, which).first
+        if other is None or first is None:
+            continue
+        facts.progress(f"replay of {first.node.name}")
+        by_row, whole = Ends(side, dataclasses.replace(other, path="decode")), Ends(side, answer)
+        one, two = (whole, by_row) if which == "a" else (by_row, whole)
+        out.append(attributed(first, one, two, side.trace, mixed=True))
+    return out
+
+
+def _kinds_known(facts: Facts, nodes: Mapping[str, Node]) -> set[str]:
+    """Kinds of operators that were replayed."""
+    return {nodes[done.node].kind for done in facts.attributions if done.node in nodes}
 
 
 def _replayable(node: Node, found: Walk) -> bool:

@@ -36,6 +36,7 @@ CASES = {
     "linear": (cases.linear(), (cases.ROWS, 48), BF16),
     "linear fp32": (cases.linear(FP32, 192), (cases.ROWS, 48), FP32),
     "head": (cases.linear(kind="head"), (cases.ROWS, 48), FP32),
+    "head of large logits": (cases.linear(kind="head", large=True), (cases.ROWS, 48), BF16),
     "norm": (cases.norm(), (cases.ROWS, 576), BF16),
     "norm fp32": (cases.norm(FP32), (cases.ROWS, 576), FP32),
     "activation": (cases.activation(), (cases.ROWS, 160), BF16),
@@ -66,6 +67,11 @@ PLANTS = [
     ("linear fp32", "split", 0, {"split": "4 parts, ring"}),
     ("head", "output", 0, {"output": "bf16"}),
     ("head", "formula", 0, {"formula": "softcap 30"}),
+    ("head of large logits", "formula", 0, {"formula": "softcap 12"}),
+    ("head of large logits", "formula", 0, {"formula": "softcap 7.5 in steps"}),
+    ("head", "scale", 0, {"scale": "times 0.0625"}),
+    ("head", "scale", 0, {"scale": "over 13"}),
+    ("linear", "scale", 0, {"scale": "times 0.22"}),
     ("norm", "rounding", 0, {"rounding": "before the weight"}),
     ("norm", "formula", 1, {"formula": "rms with 1 + weight, eps 1e-05"}),
     ("norm", "formula", 1, {"formula": "rms, eps 0.001"}),
@@ -74,18 +80,31 @@ PLANTS = [
     ("norm", "accumulate", 1, {"accumulate": "bf16"}),
     ("activation", "rounding", 0, {"rounding": "activation first"}),
     ("activation", "formula", 1, {"formula": "gelu", "primitive": "contract"}),
+    ("activation", "formula", 1, {"formula": "x sigmoid(1.702 x)", "primitive": "contract", "rounding": "every step"}),
+    ("activation", "formula", 1, {"formula": "x sigmoid(1.3 x)", "primitive": "contract"}),
+    ("activation", "formula", 1, {"formula": "x sigmoid(1.702 x), up plus 1", "primitive": "contract"}),
+    ("activation", "formula", 1, {"formula": "silu, limit 1.25"}),
+    ("activation", "formula", 0, {"formula": "up alone"}),
     ("residual", "formula", 0, {"formula": "x"}),
     ("rope", "rounding", 0, {"rounding": "every step"}),
     ("rope", "formula", 1, {"formula": "halves, theta 100000"}),
     ("rope", "formula", 1, {"formula": "neighbours, theta 10000"}),
     ("rope", "positions", 1, {"positions": "one more"}),
+    ("rope", "positions", 1, {"positions": "plus 17"}),
+    ("rope", "positions", 1, {"positions": "plus -3 x 21, 40 x 27"}),
+    ("rope", "formula", 1, {"formula": "halves, theta 32000"}),
+    ("rope", "formula", 1, {"formula": "halves, theta 10000, first 0.375 of each head"}),
+    ("rope", "formula", 1, {"formula": "halves, theta 10000, factor 1.25"}),
+    ("rope", "positions", 1, {"positions": "times 0.125"}),
     ("attention", "split", 0, {"split": "2 parts"}),
     ("attention", "block", 0, {"block": "16 keys"}),
     ("attention", "rounding", 0, {"rounding": "none"}),
     ("attention", "rounding", 0, {"rounding": "scores and P"}),
     ("attention", "mask", 1, {"mask": "window of 16"}),
     ("attention", "scale", 1, {"scale": "1/D"}),
+    ("attention", "scale", 1, {"scale": "times 1.3"}),
     ("attention", "formula", 1, {"formula": "softcap 20"}),
+    ("attention", "formula", 1, {"formula": "softcap 7"}),
     ("logprob", "rounding", 1, {"rounding": "log-softmax"}),
     ("logprob", "order", 3, {"order": "4 shards"}),
     ("logprob", "formula", 1, {"formula": "log(softmax + 0.0001)"}),
@@ -112,6 +131,25 @@ def test_a_planted_field_is_named(case: str, field: str, base: int, changes: dic
         all(variant[n.replace("__", "/")] == value for n, value in changes.items())
         for variant in (found.b.variant, *found.b.alternatives)
     ), "what was planted is among what fits"
+
+
+@pytest.mark.parametrize(
+    ("field", "one", "other"),
+    [
+        ("block", "stored, 1x64", "stored, 1x32"),
+        ("block", "128x128, 1x128", "128x128, token"),
+        ("block", "channel, token", "tensor, token"),
+        ("scale", "fp32", "fp32, reciprocal"),
+        ("scale", "pow2", "fp32, amax 240"),
+    ],
+)
+def test_both_sides_quantise(field: str, one: str, other: str) -> None:
+    """Each side's blocks and scales are found though neither side is plain."""
+    given, shape, dtype = CASES["linear"]
+    form = {"operands": "e4m3", "block": "128x128, 1x128", "scale": "fp32"}
+    sides = [planted(given, 0, shape, dtype, **(form | {field: value})) for value in (one, other)]
+    found = attribute(given, *sides)
+    assert found.cause.name == f"linear/{field}" and found.a is not None and found.b is not None, found
 
 
 @pytest.mark.parametrize(("case", "share"), [*((case, 0.2) for case in CASES), ("norm", 0.002), ("linear", 0.002)])

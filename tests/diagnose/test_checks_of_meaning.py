@@ -96,6 +96,27 @@ def test_relations_between_arrays(expected, change, noise):
         assert found.outcome == "failed" and names(found) == [expected], found
 
 
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_shift_in_some_sequences(step):
+    """As in packed rows whose first sample alone is scored in its place."""
+    values = [v if i == 0 else np.roll(v, step) for i, v in enumerate(noisy(numbers(), 1e-3))]
+    found = run(definition, recorded(), recorded(values))
+    assert found.outcome == "failed" and names(found) == ["definition/shift"], found
+    assert f"{len(values) - 1} of {len(values)} parts" in found.text
+
+
+def test_a_shift_behind_a_packed_sample():
+    """Positions start again inside a row; what follows is shifted."""
+    of, values = [], []
+    for sequence, old in zip(sequences(), numbers(), strict=True):
+        cut = sequence.prompt_length + 2
+        places = np.concatenate([np.arange(cut), np.arange(len(old) - cut)]).astype(np.int32)
+        of.append(dataclasses.replace(sequence, positions=places))
+        values.append(np.concatenate([old[:cut], np.roll(old[cut:], 1)]))
+    found = run(definition, recorded(of=tuple(of)), recorded(values, of=tuple(of)))
+    assert found.outcome == "failed" and names(found) == ["definition/shift"], found
+
+
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.1, 2.0])
 def test_noise_is_no_definition(size):
     stated = run(definition, recorded(), recorded(noisy(numbers(), size)))

@@ -40,9 +40,13 @@ def cancelling(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple
     return torch.cat([x, x], 1)[:, places].to(dtype), joined[:, places].to(dtype)
 
 
-def linear(dtype: torch.dtype = BF16, width: int = 256, columns: int = 48, kind: str = "linear") -> Given:
+def linear(
+    dtype: torch.dtype = BF16, width: int = 256, columns: int = 48, kind: str = "linear", large: bool = False
+) -> Given:
     name = "lm_head" if kind == "head" else "model.layers.0.self_attn.q_proj"
     x, w = cancelling(ROWS, columns, width, dtype)
+    if large:  # products of a few units, as logits are
+        x, w = randn(ROWS, width, seed=3).to(dtype), (randn(columns, width, seed=1) / 3).to(dtype)
     weights = {f"{name}.weight": w}
     if kind == "linear":
         weights[f"{name}.bias"] = (randn(columns, seed=2) / 64).to(dtype)

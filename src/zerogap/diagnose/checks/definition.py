@@ -62,6 +62,7 @@ def _hypotheses(a: Side, b: Side, facts: Facts, before: Difference, tried: list[
     ends = list(relations.last_token(before, a.trace, b.trace))
     for name, made in (
         ("shift by one", relations.shifts(before, facts)),
+        ("shift by one in parts", relations.partial_shifts(before, facts)),
         ("unit", relations.units(before)),
         ("end of sequence", (h for h in ends if h.accounts)),
         ("temperature, filters, wrong token", rescoring.rescored(a, b, facts, before)),

@@ -8,9 +8,10 @@ import numpy as np
 
 from zerogap.diagnose.compare import EXPLAINED, Arrays, Difference
 from zerogap.diagnose.facts import Facts
-from zerogap.diagnose.trace import Trace
+from zerogap.diagnose.trace import SequenceTrace, Trace
 
 FEWEST = 8  # tokens from which on a relation between arrays is more than chance
+FEWEST_OF_PART = 3
 _CLOSE = 0.02  # absolute size of |d| that is no end-of-sequence effect
 
 
@@ -41,6 +42,43 @@ def shifts(before: Difference, facts: Facts) -> Iterator[Hypothesis]:
         yield Hypothesis(
             "shift", f"the log-probs are shifted by one: {text}", dataclasses.replace(before, a=pair[0], b=pair[1])
         )
+
+
+def partial_shifts(before: Difference, facts: Facts) -> Iterator[Hypothesis]:
+    """One side's entry i is the other's entry i + 1 in some parts of the tokens only: sequences after the first of a
+    row, packed samples whose positions start again, turns after the first one."""
+    borders = [_borders(s, len(x)) for s, x in zip(facts.a.trace.sequences, before.a)]
+    for which, text in (("b", "B's entry i belongs to token i + 1"), ("a", "A's entry i belongs to token i + 1")):
+        own, other = (before.b, before.a) if which == "b" else (before.a, before.b)
+        full = tuple(x.astype(np.float32) for x in facts.answers[which].logprobs)
+        made, left = [x.copy() for x in own], [x.copy() for x in other]
+        hit = total = tokens = 0
+        for i, moved in enumerate(_moved(full, 1, other)):
+            for begin, end in borders[i]:
+                total += bool((~np.isnan(own[i][begin:end])).any())
+                part = moved[begin:end].copy()
+                part[:1] = np.nan  # its number stands in another part
+                shared = ~np.isnan(part) & ~np.isnan(own[i][begin:end])
+                now, then = (np.abs(x[shared] - other[i][begin:end][shared]) for x in (part, own[i][begin:end]))
+                if shared.sum() < FEWEST_OF_PART or not then.mean() > EXPLAINED * now.mean():
+                    continue
+                hit, tokens = hit + 1, tokens + int(shared.sum())
+                made[i][begin:end], left[i][begin:end] = part, np.where(np.isnan(part), np.nan, left[i][begin:end])
+        if tokens >= FEWEST:
+            after = before.with_arrays(**{which: tuple(made), "a" if which == "b" else "b": tuple(left)})
+            words = f"the log-probs of {hit} of {total} parts are shifted by one: {text}"
+            yield Hypothesis("shift", words, after, True if after.mean * EXPLAINED <= before.mean else None)
+
+
+def _borders(sequence: SequenceTrace, count: int) -> list[tuple[int, int]]:
+    """Parts of a sequence: each begins where positions start again, or where tokens begin to count."""
+    begins = {0}
+    if sequence.positions is not None:
+        begins |= set((np.flatnonzero(np.diff(sequence.positions[:count]) < 0) + 1).tolist())
+    counted = np.asarray(sequence.counted[:count], bool)
+    begins |= set((np.flatnonzero(counted[1:] & ~counted[:-1]) + 1).tolist())
+    places = sorted(b for b in begins if b < count)
+    return list(zip(places, [*places[1:], count]))
 
 
 def _moved(values: Arrays, step: int, like: Arrays) -> Arrays:

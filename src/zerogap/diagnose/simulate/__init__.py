@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zerogap.diagnose.simulate import attention, elementwise, experts, linear, logprob, norm, rope
+from zerogap.diagnose.simulate import activation, attention, elementwise, experts, linear, logprob, norm, rope
 from zerogap.diagnose.simulate.variant import Problem, Variant
 
 
@@ -45,12 +45,7 @@ SIMULATORS: dict[str, Simulator] = {
         logprob.bases, logprob.changes, logprob.applies, logprob.simulate, logprob.cost, logprob.sample
     ),
     "experts": Simulator(experts.bases, experts.changes, experts.applies, experts.simulate, experts.cost),
-    "activation": Simulator(
-        elementwise.activation_bases,
-        elementwise.activation_changes,
-        elementwise.activation_applies,
-        elementwise.simulate_activation,
-    ),
+    "activation": Simulator(activation.bases, activation.changes, activation.applies, activation.simulate),
     "residual": Simulator(
         elementwise.residual_bases,
         elementwise.residual_changes,

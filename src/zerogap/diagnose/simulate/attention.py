@@ -11,7 +11,8 @@ accumulate  fp32; `bf16 parts` (outputs of parts are rounded); bf16 (the state i
 rounding    what is rounded to the storage dtype on the way: none; P; normalised P; `scores and ...`;
                 `scaled scores and ...`
 output      bf16, fp16, fp32
-formula     softmax; softcap C; key heads interleaved; `sink` (one more key with score 0)
+formula     softmax; softcap C (usual ones, and what the rows show); key heads interleaved; `sink` (one more key with
+            score 0)
 scale       scores; queries (rounded); queries in FP32; 1, 1/D, twice, half, 1/sqrt(N), times F (wrong factors; N and F
             as the rows show them); of E4M3 keys and values, by token and head if nothing is said:
             `..., cache scale N`,
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 
 import torch
 
+from zerogap.diagnose.simulate import shown
 from zerogap.diagnose.simulate.arithmetic import FP32, quantise_e4m3, round_to
 from zerogap.diagnose.simulate.contract import contract_output
 from zerogap.diagnose.simulate.softmax import FLASH, by_logsumexp, merge, product, span, spans
@@ -36,6 +38,7 @@ SDPA = f"{WHOLE} scaled_dot_product_attention"
 SDPA_ROWS = f"{SDPA}, each row alone"
 OF_ROWS = " of each row's keys"
 EAGER = "scores, scaled scores and normalised P"
+CAPS = (50.0, 30.0, 20.0)
 BLOCKS = (16, 32, 64, 128, 256, 512)
 
 
@@ -89,6 +92,7 @@ def bases(problem: Problem) -> list[Variant]:
 def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
     """Variants with one field changed."""
     longest = max(problem.lengths)
+    factors, caps = problem.once("shown", lambda: _shown(problem))
     for rounding in (
         *("none", "P", "normalised P", "scores and P", "scores and normalised P"),
         *("scaled scores and P", "scaled scores and normalised P", EAGER),
@@ -108,7 +112,7 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         if count <= longest // 2:
             yield variant.but(split=f"{count} parts")
             yield variant.but(split=f"{count} parts, normalised")
-    for scale in ("scores", "queries", "queries in FP32", "1", "1/D", "twice", "half", "squared", *_factors(problem)):
+    for scale in ("scores", "queries", "queries in FP32", "1", "1/D", "twice", "half", "squared", *factors):
         yield variant.but(scale=scale)
     for cached in (*(f"scale {n}" for n in (1, 0.5, 2)), "scale of all", "scales pow2"):
         yield variant.but(
@@ -124,7 +128,12 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         *(f"window of {n}" for n in (4, 8, 16, 32, 64, 128)),
     ):
         yield variant.but(mask=mask)
-    for formula in ("softmax", "softcap 50", "softcap 30", "softcap 20", "key heads interleaved", "sink"):
+    for formula in (
+        "softmax",
+        *(f"softcap {shown.name(cap)}" for cap in dict.fromkeys((*CAPS, *caps))),
+        "key heads interleaved",
+        "sink",
+    ):
         yield variant.but(formula=formula)
     for primitive in ("contract exp", "torch exp", "exp2", FLASH):
         yield variant.but(primitive=primitive)
@@ -138,33 +147,33 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(output=output)
 
 
-def _factors(problem: Problem) -> list[str]:
-    """Factors of the scores that the rows themselves show, where they are not the usual one.
-
-    The second row of a sequence mixes two values by p and 1 - p, and log(p / (1 - p)) is the factor times the
-    difference of two dot products.
-    """
+def _shown(problem: Problem) -> tuple[list[str], list[float]]:
+    """Factors of the scores and caps that the rows show where the usual form does not give them; the beginnings of a
+    few sequences are read."""
     found = sizes(problem)
     if found is None:
-        return []
-    slopes, first = [], 0
+        return [], []
+    parts: list[shown.Rows] = []
+    first = 0
     for length in found.lengths:
-        if length > 1:
-            q, k, v = _heads(problem, found, list(range(found.heads)), first, 2)
-            out = problem.out[first + 1].unflatten(0, (-1, found.dim)).double()
-            apart = (v[:, 0] - v[:, 1]).double()
-            p = ((out - v[:, 1].double()) * apart).sum(-1) / (apart * apart).sum(-1).clamp_min(1e-9)
-            dots_ = (q[:, 1].double() * (k[:, 0] - k[:, 1]).double()).sum(-1)
-            usable = (p > 0.02) & (p < 0.98) & (dots_.abs() > 0.1 * dots_.abs().amax())
-            slopes += (torch.log(p / (1 - p)) / dots_)[usable].tolist()
+        count = min(length, 48)
+        if length > 1 and len(parts) < 6:
+            q, k, v = (t.double() for t in _heads(problem, found, list(range(min(found.heads, 8))), first, count))
+            out = problem.out[first : first + count].double().unflatten(1, (-1, found.dim)).transpose(0, 1)[: len(q)]
+            if not out.isnan().any():
+                parts.append(shown.Rows(q @ k.transpose(1, 2) * found.scale, v, out))
         first += length
-    slope = sorted(slopes)[len(slopes) // 2] if slopes else 0.0
-    if slope <= 0 or abs(slope / found.scale - 1) < 0.01:
-        return []
-    names = [f"times {round(slope / found.scale, n):g}" for n in (1, 2)]
-    width = slope**-2
-    near = [n for n in range(1, 4097) if abs(n / width - 1) < 0.06 and (n % 8 == 0 or n < 8)]
-    return [*names, *(f"1/sqrt({n})" for n in sorted(near, key=lambda n: abs(n - width))[:6])]
+    factor = shown.attention_factor(parts)
+    factors = [f"times {shown.name(n)}" for n in _numbers(factor, 0.02)]
+    if factor is not None:
+        width = (factor * found.scale) ** -2
+        near = [n for n in range(1, 8193) if abs(n / width - 1) < 0.06 and (n % 8 == 0 or n < 8)]
+        factors += [f"1/sqrt({n})" for n in sorted(near, key=lambda n: abs(n - width))[:6]]
+    return factors, _numbers(shown.attention_cap(parts), 0.04)
+
+
+def _numbers(value: float | None, relative: float) -> list[float]:
+    return [] if value is None else shown.near(value, relative, 8)
 
 
 def _windows(variant: Variant, problem: Problem) -> list[int]:

@@ -4,36 +4,27 @@ operands    stored, bf16, fp16, tf32, `... truncated`, e4m3, `e4m3 weights` (row
 order, primitive, split, accumulate: `dots`
 rounding    once; `before the bias` (the product is rounded, too); `truncated` (bits dropped at the end)
 output      bf16, fp16, fp32
-scale       none; of E4M3: fp32, pow2, `fp32, amax 240`; of the head: a factor of the logits
-block       none; of E4M3: `BLOCKS`, of the weight, then of the rows. Ascending sums multiply codes and apply scales
-            to sums; torch's product takes de-quantised operands
-formula     plain, no bias, `softcap C`, `softcap C in steps` (rounded at each)
+scale       none; `times F`, `over F`, `... in steps` (the product is rounded first), `rows times F`, `rows over F`
+            (they are rounded then), F as the rows show it; of narrow operands: `fp8.SCALES`
+block       none; of narrow operands: `fp8.choices`, of the weight, then of the rows. Ascending sums multiply codes and
+            apply scales to sums; torch's product takes de-quantised operands
+formula     plain, no bias, `softcap C`, `softcap C in steps` (rounded at each), usual C and what the rows show
 """
 
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
-from zerogap.diagnose.simulate import dots
-from zerogap.diagnose.simulate.arithmetic import FP32, quantise_e4m3, round_to
+from zerogap.diagnose.simulate import dots, fp8, shown
+from zerogap.diagnose.simulate.arithmetic import FP32, round_to
 from zerogap.diagnose.simulate.contract import contract_leaves
 from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
 from zerogap.numerics import preset
 
 TORCH = f"{LIBRARY} torch.nn.functional.linear"
 ALONE = f"{TORCH}, each sequence alone"
-WEIGHTS, STORED = ("128x128", "64x64", "32x32", "256x256", "channel", "tensor"), "stored"
-BLOCKS = (
-    *(f"{n}x{n}, 1x{n}" for n in (128, 64, 32, 256)),
-    "128x128, token",
-    "channel, token",
-    "tensor, token",
-    "tensor, tensor",
-    "tensor, each sequence",  # as each was computed in a pass of its own
-    *(f"{weight}, {STORED}" for weight in WEIGHTS),
-)
 UPCAST = f"{TORCH} on FP32 copies"
+CAPS, STEPS = (15.0, 20.0, 30.0, 50.0), " in steps"
 
 
 def bases(problem: Problem) -> list[Variant]:
@@ -92,13 +83,15 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(output=output)
     for rounding in ("before the bias", "truncated"):
         yield variant.but(rounding=rounding)
-    for formula in ("no bias", *(f"softcap {cap}{end}" for cap in (15, 20, 30, 50) for end in ("", " in steps"))):
+    scales, caps = problem.once("shown", lambda: _shown(problem))
+    for formula in ("no bias", *(f"softcap {cap:.9g}{end}" for cap in (*CAPS, *caps) for end in ("", STEPS))):
         yield variant.but(formula=formula)
-    for order in ("ascending", TORCH):
-        for block in BLOCKS:
-            for scale in ("fp32", "pow2", "fp32, amax 240"):
-                operands = "e4m3 weights" if block.endswith(STORED) else "e4m3"
-                yield variant.but(operands=operands, block=block, scale=scale, split="1", order=order)
+    for scale in scales:
+        for end in ("",) if scale.startswith("rows") else ("", STEPS):
+            yield variant.but(scale=scale + end)
+    for operands, block, scale in fp8.choices():
+        for order in ("ascending", TORCH, UPCAST):
+            yield variant.but(operands=operands, block=block, scale=scale, split="1", order=order)
     for split in dots.splits(problem.inputs[0].shape[1])[1:]:  # narrow parts need a split
         for order in dict.fromkeys((variant["order"], TORCH)):
             for narrow_parts in ("bf16 parts", "fp16 parts"):
@@ -118,7 +111,9 @@ def cost(variant: Variant) -> int:
     narrow = variant["accumulate"] in ("bf16", "fp16")
     if narrow or variant["order"] == "pairwise" or variant["primitive"] == "tensor core":
         return 2
-    dear = variant["operands"].startswith("e4m3") or variant["accumulate"].endswith("parts")
+    if fp8.coded(variant["operands"]) and not fp8.usual(variant["block"], variant["scale"], variant["operands"]):
+        return 2
+    dear = fp8.coded(variant["operands"]) or variant["accumulate"].endswith("parts")
     return int(dear or variant["primitive"] == "mul+add")
 
 
@@ -127,7 +122,7 @@ def _applies(variant: Variant, problem: Problem) -> bool:
     bias = problem.weight(".bias")
     if bias is None and (variant["rounding"] == "before the bias" or variant["formula"] == "no bias"):
         return False
-    if variant["order"].startswith(LIBRARY) and not _replayed(variant, problem):
+    if variant["order"].startswith(LIBRARY) and not fp8.coded(variant["operands"]) and not _replayed(variant, problem):
         return False
     if variant["order"] == ALONE and len(problem.lengths) < 2:
         return False
@@ -138,12 +133,11 @@ def _applies(variant: Variant, problem: Problem) -> bool:
     wide = ("bf16", "bf16 truncated", "tf32", "tf32 truncated")
     if problem.storage == "bf16" and variant["operands"] in wide:
         return False
-    if variant["operands"].startswith("e4m3"):
-        stored = variant["block"].endswith(STORED) and variant["order"] == "ascending" and problem.storage != "bf16"
-        if (variant["operands"] == "e4m3") == variant["block"].endswith(STORED):
-            return False
+    if fp8.coded(variant["operands"]):
+        exact = problem.storage == "bf16" or not fp8.has_stored(variant["block"])  # whose products a kernel can take
         alone = variant["block"].endswith("sequence") and len(problem.lengths) < 2
-        return variant["order"] in ("ascending", TORCH) and variant["split"] == "1" and not stored and not alone
+        ordered = variant["order"] in (TORCH, UPCAST) or (variant["order"] == "ascending" and exact)
+        return ordered and variant["split"] == "1" and not alone
     reduced = problem.inputs[0].shape[1]
     return variant["split"] == "1" or len(dots.cuts(variant["split"], reduced)) > 1
 
@@ -151,7 +145,7 @@ def _applies(variant: Variant, problem: Problem) -> bool:
 def _replayed(variant: Variant, problem: Problem) -> bool:
     """True if a library's product is all that the fields say: it has one primitive, accumulates FP32, rounds once."""
     plain = contract_form(problem)
-    same = ["primitive", *(["accumulate", "rounding", "output", "formula"] if variant["split"] == "1" else [])]
+    same = ["primitive", *(["accumulate", "rounding", "output"] if variant["split"] == "1" else [])]
     if variant["order"] == UPCAST:
         same = ["primitive"]
     if variant["split"] != "1" and variant["order"] != TORCH:
@@ -167,16 +161,21 @@ def applies(variant: Variant, problem: Problem) -> bool:
 def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     """The sample [rows, columns], FP32."""
     bias = problem.weight(".bias")
-    if variant["order"].startswith(LIBRARY) and variant["split"] == "1" and not variant["operands"].startswith("e4m3"):
+    if variant["order"].startswith(LIBRARY) and variant["split"] == "1" and not fp8.coded(variant["operands"]):
         return _finished(_whole(variant, problem), None, variant, problem)
     weight = problem.weight()
     assert weight is not None
     ring = variant["split"].endswith("ring")  # a column's order depends on where it stands among all
     columns = torch.arange(len(weight)) if ring else problem.columns
     x, w = problem.once(("operands", ring), lambda: (problem.inputs[0][problem.rows], weight[columns]))
-    if variant["operands"].startswith("e4m3"):
-        total = _fp8(variant, problem)
+    if fp8.coded(variant["operands"]):
+        form = fp8.Form(variant["operands"], variant["block"], variant["scale"])
+        if variant["order"].startswith(LIBRARY):
+            total = fp8.library_product(form, problem, wide=variant["order"] == UPCAST)
+        else:
+            total = fp8.product(form, problem, variant["primitive"])
     else:
+        x = _scaled_rows(x, variant)
         if variant["operands"] != "stored":
             x, w = (_as_operand(t, variant["operands"]) for t in (x, w))
         how = (variant["order"], variant["primitive"], variant["split"], variant["accumulate"])
@@ -201,13 +200,45 @@ def _whole(variant: Variant, problem: Problem) -> torch.Tensor:
         x, w, b = problem.inputs[0], weight, None if variant["formula"] == "no bias" else bias
         if variant["order"] == UPCAST:
             x, w, b = x.to(FP32), w.to(FP32), None if b is None else b.to(FP32)
+        x = _scaled_rows(x, variant)
         if variant["operands"] != "stored":
             x, w = (round_to(t.to(FP32), variant["operands"]).to(x.dtype) for t in (x, w))
         groups = x.split(problem.lengths) if variant["order"] == ALONE else [x]
         w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
         return torch.cat([torch.nn.functional.linear(part, w, b) for part in groups])
 
-    return problem.whole(("linear", variant["order"], variant["operands"], variant["formula"] == "no bias"), run)
+    rows = variant["scale"] if variant["scale"].startswith("rows") else ""
+    return problem.whole(("linear", variant["order"], variant["operands"], variant["formula"] == "no bias", rows), run)
+
+
+def _scaled_rows(x: torch.Tensor, variant: Variant) -> torch.Tensor:
+    """Rows multiplied by a factor, and rounded, before the product (muP: MiniCPM's head)."""
+    if not variant["scale"].startswith("rows"):
+        return x
+    _, verb, number = variant["scale"].split()
+    value = x.to(FP32) * float(number) if verb == "times" else x.to(FP32) / float(number)
+    return value.to(x.dtype)
+
+
+def _shown(problem: Problem) -> tuple[list[str], list[float]]:
+    """Factors and caps that the rows show; a few thousand elements are read."""
+    weight = problem.weight()
+    if weight is None or len(weight) != problem.out.shape[1]:
+        return [], []
+    rows = torch.arange(0, len(problem.out), max(1, len(problem.out) // 32))
+    columns = torch.arange(0, len(weight), max(1, len(weight) // 256))
+    plain = problem.inputs[0][rows].double() @ weight[columns].double().T
+    if (bias := problem.weight(".bias")) is not None:
+        plain = plain + bias[columns].double()
+    out = problem.out[rows][:, columns].double()
+    exact = 3e-4 if problem.recorded != "fp32" or problem.storage != "fp32" else 1e-5
+    found = shown.factor(plain, out)
+    if found is not None:
+        times = [shown.name(n) for n in shown.near(found, exact, 8)]
+        over = [shown.name(n) for n in shown.near(1 / found, exact, 4)]
+        return [f"{on}{v} {n}" for on in ("", "rows ") for v, ns in (("times", times), ("over", over)) for n in ns], []
+    cap = shown.cap(plain, out)
+    return [], [] if cap is None else shown.near(cap, 0.02, 8)
 
 
 def _finished(total: torch.Tensor, bias: torch.Tensor | None, variant: Variant, problem: Problem) -> torch.Tensor:
@@ -216,62 +247,15 @@ def _finished(total: torch.Tensor, bias: torch.Tensor | None, variant: Variant, 
         total = round_to(total, output)
     if bias is not None:
         total = total + bias
+    if variant["scale"].startswith(("times", "over")):
+        verb, number = variant["scale"].split()[:2]
+        total = round_to(total, output) if variant["scale"].endswith(STEPS) else total
+        total = total * float(number) if verb == "times" else total / float(number)
     if variant["formula"].startswith("softcap"):
         cap, step = float(variant["formula"].split()[1]), "fp32"
-        if variant["formula"].endswith("in steps"):  # rounded before the division and after every step
+        if variant["formula"].endswith(STEPS):  # rounded before the division and after every step
             step = output
         total = round_to(torch.tanh(round_to(round_to(total, step) / cap, step)), step) * cap
-    if variant["scale"].startswith("times"):
-        total = total * float(variant["scale"].split()[-1])
     if variant["rounding"] == "truncated":
         return round_to(total, f"{output} truncated" if output == "bf16" else output)
     return round_to(total, output)
-
-
-def _fp8(variant: Variant, problem: Problem) -> torch.Tensor:
-    """The product of quantised operands: rows by token or in blocks, the weight whole, by channel or in squares."""
-    weight = problem.weight()
-    assert weight is not None
-    block, scale = variant["block"], variant["scale"]
-    top, power = (240.0 if scale.endswith("240") else 448.0), scale == "pow2"
-
-    tall, _, wide = block.partition(", ")
-
-    def squares() -> tuple[torch.Tensor, torch.Tensor]:
-        value = weight.to(FP32)
-        return quantise_e4m3(value, _largest(value, tall, [len(value)]), top, power)
-
-    def rows() -> tuple[torch.Tensor, torch.Tensor]:
-        value = problem.inputs[0].to(FP32)
-        if wide == STORED:
-            return value, torch.ones_like(value)
-        return quantise_e4m3(value, _largest(value, wide, problem.lengths), top, power)
-
-    key = (block, top, power)
-    shared: dict[Hashable, Any] = problem.once("whole", dict)
-    x, w = shared.get(("grids", *key)) or shared.setdefault(("grids", *key), (rows(), squares()))
-    if variant["order"] == TORCH:
-        left, right = (round_to(grid * scales, problem.storage).to(weight.dtype) for grid, scales in (x, w))
-        return problem.whole(("e4m3", *key), lambda: torch.nn.functional.linear(left, right))
-    step = int(tall.split("x")[1]) if "x" in tall else weight.shape[1]
-    pick_x, pick_w = problem.rows, problem.columns
-    step = min(step, weight.shape[1])
-    scales = (x[1][pick_x][:, ::step], w[1][pick_w][:, ::step])
-    grids = (x[0][pick_x], w[0][pick_w])
-    promoted = 0 if step == weight.shape[1] else step
-    return dots.fp8_dot((grids[0], scales[0]), (grids[1], scales[1]), promoted, variant["primitive"])
-
-
-def _largest(value: torch.Tensor, block: str, lengths: list[int]) -> torch.Tensor:
-    """Largest magnitude of every element's block, [M, K]: `HxW`, `channel` and `token` (a row), `tensor`, `each
-    sequence` (rows of `lengths`)."""
-    magnitude = value.abs()
-    if block == "tensor":
-        return magnitude.amax().expand(value.shape)
-    if block == "each sequence":
-        return torch.cat([part.amax().expand(part.shape) for part in magnitude.split(lengths)])
-    if "x" not in block:
-        return magnitude.amax(1, keepdim=True).expand(value.shape)
-    tall, wide = (int(n) for n in block.split("x"))
-    across = torch.cat([p.amax(1, keepdim=True).expand(p.shape) for p in magnitude.split(wide, dim=1)], 1)
-    return across if tall == 1 else torch.cat([p.amax(0, keepdim=True).expand(p.shape) for p in across.split(tall)])

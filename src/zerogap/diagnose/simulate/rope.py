@@ -4,8 +4,12 @@ primitive   `FP64 angles, fma` (the contract), `FP32 angles, mul+add` (transform
 rounding    `once` (FP32 table), `table` (rounded to the dtype of the output, products in FP32), `every step` (table and
             each product, too), `every step, FP32 table`, `angles` (to BF16; then every step), `frequencies` (to BF16)
 formula     `halves, theta T`, `neighbours, theta T`; `..., first F of each head`, `..., no scaling`, `..., turned
-            back`
-positions   as given; `one more`, `one less`, `from 0`, `to the end` (0 at a sequence's last row), `times F`
+            back`, `..., factor M` (of the table's numbers: YaRN's attention factor)
+positions   as given; `one more`, `one less`, `from 0`, `to the end` (0 at a sequence's last row), `times F`; `plus N`;
+            `plus N x R, ...` (R rows each)
+
+T, F, M and N are usual ones, and those that the rows show: each pair's turn is an angle, and N may differ from row to
+row (a prompt's padding that is counted, packed samples that are not).
 """
 
 import math
@@ -13,6 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from zerogap.diagnose.simulate import shown
 from zerogap.diagnose.simulate.arithmetic import FP32, fma, round_to
 from zerogap.diagnose.simulate.contract import positions_of, rope_of
 from zerogap.diagnose.simulate.variant import Problem, Variant
@@ -21,7 +26,8 @@ from zerogap.ops.rope import KINDS, attention_factor, frequencies
 ROUNDINGS = ("once", "table", "every step", "every step, FP32 table", "angles", "frequencies")
 PRIMITIVES = ("FP64 angles, fma", "FP32 angles, mul+add", "FP32 angles, fma", "FP64 angles, mul+add")
 POSITIONS = ("as given", "one more", "one less", "from 0", "to the end", "times 2", "times 0.5", "times 0")
-PARTIAL, UNSCALED, BACK = " of each head", ", no scaling", ", turned back"
+PARTIAL, UNSCALED, BACK, FACTOR = " of each head", ", no scaling", ", turned back", ", factor "
+REACH, RUNS = 4096, 64  # steps that a row may stand beyond its position; runs of rows that are written out
 PARTS = (0.5, 0.25, 0.75)
 
 
@@ -65,6 +71,55 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
             yield variant.but(formula=f"{pairing}, theta {base:g}")
     for end in (*(f", first {part}{PARTIAL}" for part in PARTS), UNSCALED, BACK):
         yield variant.but(formula=f"{_pairing(problem)}, theta {theta:g}{end}")
+    if _known(problem):
+        ends, thetas, positions_ = problem.once("shown", lambda: _shown(problem))
+        for base in thetas:
+            yield variant.but(formula=f"{_pairing(problem)}, theta {shown.name(base)}")
+        for end in ends:
+            yield variant.but(formula=f"{_pairing(problem)}, theta {theta:g}{end}")
+        for positions in positions_:
+            yield variant.but(positions=positions)
+
+
+def _shown(problem: Problem) -> tuple[list[str], list[float], list[str]]:
+    """(ends of the formula, bases, positions) that the rows show and the parameters do not say."""
+    dim = int(problem.number("head_dim") or 0)
+    before, after = (t.double().unflatten(1, (-1, dim)) for t in (problem.inputs[0], problem.out))
+    if before.shape != after.shape:
+        return [], [], []
+    known = ~after.isnan().flatten(1).any(1)
+    before, after = before[known], after[known]
+    ends = []
+    changed = (before != after).any(0).any(0).nonzero()
+    size = int(changed.max()) + 1 if len(changed) else dim
+    size += size % 2
+    if size < dim:
+        ends.append(f", first {shown.name(size / dim)}{PARTIAL}")
+    before, after = before[..., :size], after[..., :size]
+    if _pairing(problem) == "halves":
+        pairs = [torch.complex(t[..., : size // 2], t[..., size // 2 :]) for t in (before, after)]
+    else:
+        pairs = [torch.complex(t[..., 0::2], t[..., 1::2]) for t in (before, after)]
+    spec = rope_of(problem.parameters)
+    plain = spec.kind == "default" or size < dim
+    usual = spec.theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    wave = usual if plain else torch.tensor(frequencies(spec, size), dtype=torch.float64)
+    turned = shown.phasors(*pairs)
+    length = float(turned.abs().sum() / pairs[0].abs().square().sum().clamp_min(1e-30))
+    if abs(length - (1.0 if plain else attention_factor(spec))) > 2e-3:
+        ends += [f"{FACTOR}{shown.name(m)}" for m in shown.near(length, 2e-3, 6)]
+    positions = positions_of(problem.parameters, len(problem.out))[known]
+    seen = shown.waves(turned, positions)
+    thetas = [n for base in shown.bases_of(seen, size) for n in shown.near(base, 0.02, 6)]
+    moved = [f"times {shown.name(n)}" for f in shown.ratio(seen, wave) for n in shown.near(f, 0.005, 6)]
+    beyond = torch.zeros(len(problem.out), dtype=torch.int64)
+    beyond[known] = shown.offsets(turned, positions, wave, REACH)
+    steps, counts = torch.unique_consecutive(beyond, return_counts=True)
+    if len(steps) == 1 and int(steps[0]):
+        moved.append(f"plus {int(steps[0])}")
+    elif 1 < len(steps) <= RUNS:
+        moved.append("plus " + ", ".join(f"{n} x {rows}" for n, rows in zip(steps.tolist(), counts.tolist())))
+    return ends, thetas, moved
 
 
 def _known(problem: Problem) -> bool:
@@ -91,7 +146,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     dim = int(problem.number("head_dim") or 0)
     heads = problem.inputs[0][problem.rows].to(FP32).unflatten(1, (-1, dim))
     formula = variant["formula"]
-    size = int(float(formula.removesuffix(PARTIAL).split()[-1]) * dim) if formula.endswith(PARTIAL) else dim
+    size = round(float(formula.removesuffix(PARTIAL).split()[-1]) * dim) if formula.endswith(PARTIAL) else dim
     cos, sin = problem.once(("table", variant), lambda: _table(variant, problem, size))
     if BACK in formula:
         sin = -sin
@@ -135,6 +190,8 @@ def _table(variant: Variant, problem: Problem, size: int) -> tuple[torch.Tensor,
         wide = torch.tensor(frequencies(spec, size), dtype=torch.float64)
         narrow = wide.to(FP32)
     factor = 1.0 if plain else attention_factor(spec)
+    if FACTOR in variant["formula"]:
+        factor = float(variant["formula"].split()[-1])
     if variant["primitive"].startswith("FP64"):
         angles = positions[:, None] * wide
     else:
@@ -158,6 +215,12 @@ def _positions(name: str, problem: Problem) -> torch.Tensor:
         return torch.cat([torch.arange(n, dtype=torch.float64) for n in problem.lengths])
     if name == "to the end":
         return torch.cat([torch.arange(n, dtype=torch.float64) - (n - 1) for n in problem.lengths])
+    if name.startswith("plus"):
+        words = name.removeprefix("plus ")
+        if " x " not in words:
+            return given + int(words)
+        steps, counts = zip(*((int(n) for n in run.split(" x ")) for run in words.split(", ")))
+        return given + torch.tensor(steps).repeat_interleave(torch.tensor(counts))
     return given if name == "as given" else given * float(name.split()[1])
 
 

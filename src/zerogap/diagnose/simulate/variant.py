@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 LIBRARY, WHOLE = "library:", "library op:"
+FACTORS = ("times", "over", "rows")  # scales that are no part of the operands' format
 PRODUCTS = ("linear", "head", "router")
 Value = TypeVar("Value")
 
@@ -64,7 +65,9 @@ class Variant:
         names = {name for name, value in self.fields if value != theirs[name]}
         if "operands" in names:
             pairs = {n: (dict(self.fields).get(n), theirs.get(n)) for n in ("block", "scale")}
-            names -= {n for n, pair in pairs.items() if any(str(v).endswith(("none", "stored")) for v in pair)}
+            factors = {n for n, pair in pairs.items() if any(str(v).startswith(FACTORS) for v in pair)}
+            plain = {n for n, pair in pairs.items() if any(str(v).endswith(("none", "stored")) for v in pair)}
+            names -= plain - factors
             names -= {n for n, (x, y) in pairs.items() if str(x).split(", cache")[0] == str(y).split(", cache")[0]}
         return frozenset(names)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -166,17 +167,28 @@ def diagnose(
 
 def _run(console: Console, asked: Asked) -> Report:
     with contextlib.ExitStack() as stack:
-        status = stack.enter_context(console.status("reading")) if console.is_terminal else None
-
-        def say(text: str) -> None:
-            if status is not None:
-                status.update(text)
-
+        say = _progress(console, stack)
         if asked.a is None or asked.b is None:
             return _diagnosed(_recorded(asked), None, say)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zerogap-diagnose-")))
         sides, tokenizer = _sides(asked.a, asked.b, asked, scratch, say)
         return _diagnosed(sides, tokenizer, say)
+
+
+def _progress(console: Console, stack: contextlib.ExitStack) -> Callable[[str], None]:
+    """Shows what is done now: a line that changes, or on what is no terminal, lines of standard error."""
+    began, last = time.perf_counter(), [""]
+    status = stack.enter_context(console.status("reading")) if console.is_terminal else None
+    lines = Console(stderr=True, highlight=False)
+
+    def say(text: str) -> None:
+        if status is not None:
+            status.update(f"{text}  [{time.perf_counter() - began:.0f} s]")
+        elif text != last[0]:
+            lines.print(f"{time.perf_counter() - began:5.0f} s  {text}", markup=False, soft_wrap=True)
+        last[0] = text
+
+    return say
 
 
 def _check_report(folder: Path | None) -> None:

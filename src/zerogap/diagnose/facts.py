@@ -27,6 +27,7 @@ class Facts:
         notes: what was set aside, for the report.
         attributions: operators that were replayed.
         substituted: cause part (`definition`, `state`) -> the difference that is left once it is substituted.
+        replaced: passes with other operators, which `shares` asks for more than once; kept with what they were made of.
     """
 
     a: Side
@@ -38,6 +39,7 @@ class Facts:
     notes: list[str] = dataclasses.field(default_factory=list)
     attributions: list[Attributed] = dataclasses.field(default_factory=list)
     substituted: dict[str, Difference] = dataclasses.field(default_factory=dict)
+    replaced: dict[tuple[object, ...], tuple[object, Pass | None]] = dataclasses.field(default_factory=dict)
     _walks: dict[tuple[int, int], tuple[Pass, Pass, Walk]] = dataclasses.field(
         default_factory=dict
     )  # passes stay alive

@@ -279,6 +279,7 @@ def within_side(which: str, one: Pass, other: Pass, facts: Facts) -> tuple[tuple
     first = facts.walk(one, other, which).first
     if first is None:
         return (), ""
+    facts.progress(f"replay of {first.node.name}, two passes of side {which.upper()}")
     found = attributed(first, Ends(side, one), Ends(side, other), side.trace, mixed=True)
     facts.attributions.append(dataclasses.replace(found, between=f"two passes of side {which.upper()}"))
     named = () if found.cause.field == UNATTRIBUTED else (found.cause,)

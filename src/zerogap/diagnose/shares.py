@@ -109,7 +109,10 @@ def _replaced(which: str, kinds: Mapping[str, Replacement], facts: Facts) -> flo
     """Mean |d| with these operators of a side replaced; None if it cannot."""
     answer = facts.answers[which]
     ask = Ask(answer.path, answer.batches, definition=answer.definition, replace=kinds)
-    replaced = facts.again(which, ask)
+    key = which, tuple((kind, id(operator)) for kind, operator in sorted(kinds.items())), id(answer)
+    if key not in facts.replaced:
+        facts.replaced[key] = (kinds, answer), facts.again(which, ask)
+    replaced = facts.replaced[key][1]
     if replaced is None:
         return None
     return _finite_mean(facts.between(*((replaced, None) if which == "a" else (None, replaced))))

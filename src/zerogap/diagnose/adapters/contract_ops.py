@@ -1,5 +1,6 @@
 """zerogap's operators put into another stack, one kind at a time: what of a logdiff each kind accounts for."""
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +16,8 @@ KINDS = ("embedding", "norm", "linear", "rope", "attention", "activation", "head
 def contract_replacements(
     side: TorchSide, numerics: str | Numerics | None = None, temperature: float = 1.0
 ) -> dict[str, Replacement]:
-    """What `Ask.replace` takes to compute a kind of operator as the contract does; `side` lends weights and facts.
+    """What `Ask.replace` takes to compute a kind of operator as the contract does; `side` lends weights and facts, as
+    they are when first asked for: make new ones for a model whose tensors have been put in others' places.
 
     With all of them a BF16 or FP32 model has the contract's bits, for its residual additions are the contract's own.
 
@@ -26,10 +28,17 @@ def contract_replacements(
     dtype = next(side.model.parameters()).dtype
     rules = numerics or ("fp32" if dtype == torch.float32 else "bf16")
 
+    @functools.cache  # a model is searched through for every name, and a pass has hundreds of operators
+    def facts(name: str) -> tuple[Mapping[str, object], Mapping[str, torch.Tensor]]:
+        weights = side.nodes[name].weights
+        names = [*weights, *(w.removesuffix(".weight") + ".bias" for w in weights)]
+        found = {weight: side.weight(weight) for weight in names}
+        return side.parameters(name), {weight: tensor for weight, tensor in found.items() if tensor is not None}
+
     def compute(name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         node = side.nodes[name]
         rows = {given: tensor.detach().cpu() for given, tensor in inputs.items()}
-        parameters = dict(side.parameters(name))
+        parameters = dict(facts(name)[0])
         if node.kind == "embedding":
             parameters["ids"], rows = rows["ids"], {}
         elif node.kind == "rope":
@@ -38,9 +47,7 @@ def contract_replacements(
             parameters |= {"targets": rows.pop("ids"), "temperature": temperature}
         elif node.kind == "attention":
             return _attention(list(rows.values()), parameters, rules)
-        names = [*node.weights, *(w.removesuffix(".weight") + ".bias" for w in node.weights)]
-        held = {weight: side.weight(weight) for weight in names}
-        weights = {weight: tensor.cpu() for weight, tensor in held.items() if tensor is not None}
+        weights = {weight: tensor.cpu() for weight, tensor in facts(name)[1].items()}
         return contract_output(node.kind, rows, weights, parameters, rules)
 
     return dict.fromkeys(KINDS, compute)

@@ -12,6 +12,8 @@ import torch
 FP32 = torch.float32
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BELOW, _HALF = (1 << 29) - 1, 1 << 28  # bits of an FP64 fraction that FP32 has not, and half of its last place
+_NORMAL = 2.0**-126
 
 
 def _drop(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -41,9 +43,18 @@ def round_to(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded FP32 a * b + c: the product is exact in FP64, the FP64 sum is rounded to odd first."""
+    """Correctly rounded FP32 a * b + c: the product is exact in FP64; where rounding its FP64 sum again could go wrong
+    (halfway between two FP32 numbers, or below their normal range), the sum is rounded to odd first."""
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
+    found = total.to(FP32)
+    risky = (total.view(torch.int64) & _BELOW) == _HALF
+    risky |= (found.abs() < _NORMAL) & (total != 0)
+    return _odd(product, addend, total) if bool(risky.any()) else found
+
+
+def _odd(product: torch.Tensor, addend: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The sum in FP32 by way of the FP64 sum rounded to odd."""
     back = total - product
     error = (product - (total - back)) + (addend - back)
     raw = total.view(torch.int64)

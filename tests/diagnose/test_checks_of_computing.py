@@ -104,6 +104,23 @@ def test_company_that_changes_a_bit(expected):
     assert found.evidence["accounts"] is False  # the sides differ as much without company
 
 
+LARGE = {"num_hidden_layers": 30, "hidden_size": 576}
+
+
+@pytest.mark.parametrize("expected", list(COMPANY))
+def test_a_large_model_is_searched_less_for_the_same_kinds(expected):
+    side = seeing(COMPANY[expected])
+    side.trace = dataclasses.replace(side.trace, model=LARGE)
+    assert names(run(neighbours, recorded(OTHER), side)) == [expected]
+
+
+@pytest.mark.parametrize(("device", "batches"), [("cpu", 9), ("cuda:0", 17)])
+def test_batches_of_a_large_model(device, batches):
+    side = answering(lambda ask: OTHER)
+    side.trace = dataclasses.replace(side.trace, model=LARGE, layout={"device": device})
+    assert f"side B, {batches} batches" in run(neighbours, recorded(), side).text
+
+
 def test_company_accounts_for_the_difference_if_alone_the_sides_agree():
     together = ((0, 1, 2),)
     side = seeing(COMPANY["neighbours/batch_size"])

@@ -23,7 +23,7 @@ NEEDS = "give a live side, or record the same sequences once alone and once in o
 SEED = 6
 SEARCHED = 4  # sequences that are put into other company; half as many where every token is a pass
 ROUNDS = 3  # of every kind of company
-LARGE = 1 << 25  # weights in the layers, roughly, from which on a CPU tries `FEW` sequences and one round
+LARGE = 1 << 25  # weights in the layers, roughly, from which on a CPU makes one round, that of contents with `FEW`
 FEW = 2
 
 
@@ -72,10 +72,10 @@ def _trials(which: str, facts: Facts) -> Iterator[Trial]:
     """Company, the most specific kinds first."""
     trace = facts.side(which).trace
     path, definition = facts.answers[which].path, facts.answers[which].definition
-    rounds, count = ROUNDS, SEARCHED if path == "whole" else SEARCHED // 2
-    if _slow(trace) and not facts.thorough:
-        rounds, count = 1, FEW
-    chosen = _searched(facts, count)
+    chosen = _searched(facts, SEARCHED if path == "whole" else SEARCHED // 2)
+    slow = _slow(trace) and not facts.thorough
+    rounds = 1 if slow else ROUNDS
+    few = tuple((i,) for i in _searched(facts, FEW)) if slow else None
     lengths = [len(trace.sequences[i].ids) for i in chosen]
     highest = max(int(s.ids.max()) for s in trace.sequences) + 1
     generator = np.random.default_rng(SEED)
@@ -90,8 +90,8 @@ def _trials(which: str, facts: Facts) -> Iterator[Trial]:
     shortest, longest = min(lengths), max(lengths)
     for _ in range(rounds):
         count = int(generator.integers(1, 4))
-        yield Trial("content", ask(strangers(count, shortest)), ask(strangers(count, shortest)))
-        yield Trial("content", ask(strangers(count, longest + 3)), ask(strangers(count, longest + 3)))
+        for length in (shortest, longest + 3):
+            yield Trial("content", ask(strangers(count, length), few), ask(strangers(count, length), few))
     order = tuple(chosen)
     if len(order) > 1:
         yield Trial("row", ask(batches=(order,)), ask(batches=(order[::-1],)))

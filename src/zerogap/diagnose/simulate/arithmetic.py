@@ -5,6 +5,7 @@ axis. Formats: BF16 and FP16 as torch rounds them; TF32 is 10 bits of fraction; 
 rounding; E4M3 saturates at 448, or at 240 where a stack uses that format's other variant.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -68,14 +69,17 @@ def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, fused: bool)
     return fma(a, b, c) if fused else a * b + c
 
 
+@functools.cache
+def constant(value: float) -> torch.Tensor:
+    """The nearest FP32, as a tensor of no dimensions."""
+    return torch.tensor(value, dtype=FP32)
+
+
 def exp(x: torch.Tensor) -> torch.Tensor:
     """The contract's exp for x <= 0 (Cody-Waite reduction, degree-7 polynomial of the Cephes library)."""
     lowest = -87.33654
     dead = x < lowest
     x = torch.where(dead, lowest, x)
-
-    def constant(value: float) -> torch.Tensor:
-        return torch.full_like(x, value)
 
     n = (x * constant(1.44269504)).round()
     r = fma(n, constant(-0.693359375), x)
@@ -89,10 +93,6 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 def fast_exp(x: torch.Tensor) -> torch.Tensor:
     """torch's vectorised exp within 20 ulp (ATen vec512, `exp_u20`): degree 5, results below the normal range are 0."""
-
-    def constant(value: float) -> torch.Tensor:
-        return torch.full_like(x, value)
-
     lowest, highest = constant(-87.33654022216797), constant(88.72283935546875)
     clamped = torch.maximum(torch.minimum(x, highest), lowest)
     n = fma(clamped, constant(1.4426950216293335), constant(0.5)).floor()
@@ -106,10 +106,6 @@ def fast_exp(x: torch.Tensor) -> torch.Tensor:
 def faster_exp(x: torch.Tensor) -> torch.Tensor:
     """torch's vectorised exp where a narrow result is stored (ATen vec512, `fexp_u20`; Malossi et al., "Fast
     Exponential Computation on SIMD Architectures"): a cubic corrects the fraction, the sum's bits are the result."""
-
-    def constant(value: float) -> torch.Tensor:
-        return torch.full_like(x, value)
-
     scaled = x.clamp(-87.33654022216797, 88.72283935546875) * constant(1.4426950216293335)
     fraction = scaled - scaled.floor()
     p = fma(fraction, constant(-0.079204240219773236), constant(-0.22433836478672356))

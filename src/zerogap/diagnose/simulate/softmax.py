@@ -67,7 +67,7 @@ def span(
     state = State(torch.full(rows, float("-inf")), torch.zeros(rows), torch.zeros(*rows, v.shape[-1]))
     if variant["formula"] == "sink" and begin == 0:
         state.m, state.l = torch.zeros(rows), torch.ones(rows)
-    exact = variant["order"] == "chain"
+    exact, untouched = variant["order"] == "chain", not bool(state.l.any())
     for first in range(begin, end, block):
         keys = slice(first, min(first + block, end))
         s, seen = scores[..., keys], visible[:, keys]
@@ -85,11 +85,15 @@ def span(
             p = p / torch.where(total > 0, total, 1.0)[..., None]
         kept = round_to(p, storage) if variant["rounding"].endswith("P") else p
         values = product(kept, v[:, keys].transpose(-1, -2), variant["order"], storage, False)
-        alpha = torch.where(state.m.isfinite(), exponential((state.m - safe).clamp_max(0), variant["primitive"]), 0.0)
         live = seen.any(-1)[None].expand(rows)
-        if exact:
+        if untouched:  # 0 * 0 + x, which is x but for the sign of a zero
+            l, o = total + 0.0, values + 0.0
+            untouched = False
+        elif exact:
+            alpha = _decay(state.m, safe, variant["primitive"])
             l, o = fma(state.l, alpha, total), fma(state.o, alpha[..., None].expand_as(values), values)
         else:
+            alpha = _decay(state.m, safe, variant["primitive"])
             l, o = state.l * alpha + total, state.o * alpha[..., None] + values
         if variant["accumulate"] == "bf16":
             o = round_to(o, "bf16")
@@ -99,6 +103,11 @@ def span(
     if variant["accumulate"] == "bf16 parts" and not variant["split"].endswith("normalised"):
         state.o = round_to(state.o, "bf16")
     return state
+
+
+def _decay(before: torch.Tensor, m: torch.Tensor, primitive: str) -> torch.Tensor:
+    """What a state under the maximum `before` is multiplied by under m; 0 where it has seen nothing."""
+    return torch.where(before.isfinite(), exponential((before - m).clamp_max(0), primitive), 0.0)
 
 
 def _flash(

@@ -111,6 +111,14 @@ def test_a_trace_has_its_own_sequences(tmp_path):
     assert "its own sequences" in str(done.exception)
 
 
+def test_progress_goes_to_standard_error_where_there_is_no_terminal(tmp_path):
+    a, b = trace(tmp_path / "a"), trace(tmp_path / "b", 0.25)
+    done = run(a, b)
+    told = [line.split(" s  ")[1] for line in done.stderr.splitlines()]
+    assert told[0] == "ids" and "operators" in told and "operators" not in done.stdout.splitlines()
+    assert all(x != y for x, y in zip(told, told[1:]))
+
+
 def test_workers_are_the_self_tests(tmp_path):
     a = trace(tmp_path / "a")
     done = run(a, a, "--workers", 2)

@@ -18,7 +18,7 @@ scale       scores; queries (rounded); queries in FP32; 1, 1/D, twice, half, 1/s
             `..., cache scale N`,
             `..., cache scale of all`, `..., cache scales pow2`
 block       N keys (online softmax); all keys
-mask        causal; sees the next; misses itself; none; window of N
+mask        causal; sees the next; misses itself; none; window of N; chunks of N; prefix of N (sees all of itself)
 """
 
 import dataclasses
@@ -118,8 +118,8 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(
             operands="e4m3 keys and values", scale=f"{variant['scale'].split(', cache')[0]}, cache {cached}"
         )
-    for size in _windows(variant, problem):
-        yield variant.but(mask=f"window of {size}")
+    for mask in _masks(variant, problem):
+        yield variant.but(mask=mask)
     for mask in (
         "causal",
         "sees the next",
@@ -173,23 +173,27 @@ def _shown(problem: Problem) -> tuple[list[str], list[float]]:
 
 
 def _numbers(value: float | None, relative: float) -> list[float]:
-    return [] if value is None else shown.near(value, relative, 8)
+    return [] if value is None else shown.near(value, relative, 20)
 
 
-def _windows(variant: Variant, problem: Problem) -> list[int]:
-    """Lengths of a sliding window that the rows show: where a causal mask no longer gives them."""
+def _masks(variant: Variant, problem: Problem) -> list[str]:
+    """Masks that the rows show, by the rows that a causal one does not give: windows and chunks end where a sequence's
+    rows begin to be wrong, a prefix that sees itself where its first rows are right again."""
     found = sizes(problem)
     if found is None or variant["mask"] != "causal" or not applies(variant, problem):
         return []
     wrong = (simulate(variant, problem) != problem.cut(problem.out)).any(1)
-    starts, first = [], 0
+    starts, ends, first = [], [], 0
     for length in found.lengths:
         rows = wrong[first : first + length]
         if rows.any():
             starts.append(int(rows.float().argmax()))
+            ends.append(int(rows.to(torch.int64).cumprod(0).sum()) + 1)
         first += length
-    firsts = sorted(set(starts))[:2]
-    return [n for n in firsts if 0 < n < max(found.lengths)]
+    longest = max(found.lengths)
+    sizes_ = [n for n in sorted(set(starts))[:2] if 0 < n < longest]
+    prefixes = [n for n in sorted(set(ends))[:2] if 1 < n <= longest]
+    return [*(f"{kind} of {n}" for n in sizes_ for kind in ("window", "chunks")), *(f"prefix of {n}" for n in prefixes)]
 
 
 def applies(variant: Variant, problem: Problem) -> bool:
@@ -404,6 +408,10 @@ def _visible(count: int, mask: str) -> torch.Tensor:
         return key <= query + 1
     if mask == "misses itself":
         return (key < query) | ((key == 0) & (query == 0))
+    if mask.startswith("chunks"):
+        return (key <= query) & (key // int(mask.split()[-1]) == query // int(mask.split()[-1]))
+    if mask.startswith("prefix"):
+        return (key <= query) | ((key < int(mask.split()[-1])) & (query < int(mask.split()[-1])))
     if mask.startswith("window"):
         return (key <= query) & (key > query - int(mask.split()[-1]))
     return key <= query

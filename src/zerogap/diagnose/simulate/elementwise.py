@@ -1,11 +1,11 @@
 """The residual addition and the embedding: forms of real stacks, and changes of one field.
 
 Residual
-    formula     x + y, x, y, x - y, 2 x + y; `x + F y` with the factor F that the rows show
+    formula     x + y, x, y, x - y, 2 x + y; `x + F y` and `F x + y` with the factor F that the rows show
     accumulate  once (FP32, rounded once); one or both of an FP32 sum's terms, or F y, rounded first
     rounding    bf16, fp16, fp32 (kept as it is), bf16 truncated
 Embedding
-    formula     row, `row times sqrt(width)`
+    formula     row, `row times sqrt(width)`, `row times F`, F as the rows show it
     output      bf16, fp16, fp32
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
+from zerogap.diagnose.simulate import shown
 from zerogap.diagnose.simulate.arithmetic import FP32, round_to
 from zerogap.diagnose.simulate.variant import Problem, Variant
 
@@ -32,23 +33,20 @@ def residual_changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(accumulate=accumulate)
     for formula in ("x", "y", "x - y", "2 x + y"):
         yield variant.but(formula=formula)
-    if len(problem.inputs) >= 2 and (factor := _factor(problem)) is not None:
-        yield variant.but(formula=f"x + {factor} y")
-        yield variant.but(formula=f"x + {factor} y", accumulate="product rounded first")
+    if len(problem.inputs) >= 2:
+        for form, numbers in problem.once("factors", lambda: _factors(problem)).items():
+            for number in numbers:
+                formula = form.replace("F", number)
+                yield variant.but(formula=formula)
+                yield variant.but(formula=formula, accumulate="product rounded first")
 
 
-def _factor(problem: Problem) -> str | None:
-    """F of x + F y by the rows themselves, to three digits; None where it is 1, or no factor fits most of them."""
-    x, y = (problem.cut(t) for t in problem.inputs[:2])
-    large = (y.abs() > 0.25 * y.abs().amax(1, keepdim=True)) & (y != 0)
-    if not large.any():
-        return None
-    found = ((problem.expected - x) / y)[large]
-    middle = float(found.median())
-    if not math.isfinite(middle) or float(((found - middle).abs() < 0.05 * abs(middle) + 0.01).float().mean()) < 0.5:
-        return None
-    name = f"{middle:.3g}" if abs(middle - round(middle, 2)) > 0.002 else f"{round(middle, 2):g}"
-    return None if name == "1" else name
+def _factors(problem: Problem) -> dict[str, list[str]]:
+    """F of `x + F y` and of `F x + y` by the rows themselves; none where it is 1, or no factor fits."""
+    rows = torch.arange(0, len(problem.out), max(1, len(problem.out) // 64))
+    x, y, out = (t[rows].double() for t in (*problem.inputs[:2], problem.out))
+    found = {"x + F y": shown.factor(y, out - x, 0.05), "F x + y": shown.factor(x, out - y, 0.05)}
+    return {form: [shown.name(n) for n in shown.near(f, 1e-3, 12)] for form, f in found.items() if f is not None}
 
 
 def residual_applies(variant: Variant, problem: Problem) -> bool:
@@ -80,10 +78,12 @@ def simulate_residual(variant: Variant, problem: Problem) -> torch.Tensor:
     }
     if variant["formula"] in forms:
         return round_to(forms[variant["formula"]](), variant["rounding"])
-    product = y * float(variant["formula"].split()[2])
+    words = variant["formula"].split()
+    scaled, plain, number = (x, y, words[0]) if words[0] != "x" else (y, x, words[2])
+    product = scaled * float(number)
     if variant["accumulate"] == "product rounded first":
         product = round_to(product, problem.storage)
-    return round_to(x + product, variant["rounding"])
+    return round_to(plain + product, variant["rounding"])
 
 
 # ---------------------------------------------------------------------------------------------------- embedding
@@ -100,6 +100,18 @@ def embedding_changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(formula=formula)
     for output in ("bf16", "fp16", "fp32", "bf16 truncated"):
         yield variant.but(output=output)
+    for number in problem.once("factors", lambda: _embedding_factors(problem)):
+        yield variant.but(formula=f"row times {number}")
+
+
+def _embedding_factors(problem: Problem) -> list[str]:
+    """Factors that the rows show."""
+    weight, ids = problem.weight(), _ids(problem)
+    if weight is None or ids is None or len(ids) != len(problem.out):
+        return []
+    rows = torch.arange(0, len(ids), max(1, len(ids) // 64))
+    found = shown.factor(weight[ids[rows]], problem.out[rows])
+    return [] if found is None else [shown.name(n) for n in shown.near(found, 3e-4, 12)]
 
 
 def embedding_applies(variant: Variant, problem: Problem) -> bool:
@@ -120,7 +132,9 @@ def simulate_embedding(variant: Variant, problem: Problem) -> torch.Tensor:
     assert weight is not None and ids is not None
     found = weight[ids[problem.rows]][:, problem.columns].to(FP32)
     factor = math.sqrt(weight.shape[1])
-    if variant["formula"].endswith("rounded factor"):
+    if not variant["formula"].endswith(("factor", "sqrt(width)", "row")):
+        factor = float(variant["formula"].split()[-1])
+    elif variant["formula"].endswith("rounded factor"):
         factor = float(torch.tensor(factor).to(torch.bfloat16))
     if variant["formula"] != "row":
         found = found * factor

@@ -1,7 +1,8 @@
 """RMSNorm: the forms of real stacks, and changes of one field. `weight` may be per head (query and key norms).
 
 formula     `rms, eps E`, `rms with 1 + weight, eps E`, `rms with 1 + weight, rounded, eps E`, `rms over all heads, eps
-            E`, `rms without weight, eps E`, `layer norm, eps E`, `rms, eps E outside the root`
+            E`, `rms without weight, eps E`, `layer norm, eps E`, `rms, eps E outside the root`, `none, eps E` (rows
+            as they are); E as stated, usual ones, and what the rows show
 order       of the sum of squares: lanes of N (halving tree), ascending, descending, pairwise, `torch sum, vectors of
             N` (ATen's cascade); `library: torch.nn.functional.rms_norm`
 primitive   fma or mul+add of the sum, then 1/sqrt (correctly rounded; torch's rsqrt is the same), `1/torch sqrt`
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zerogap.diagnose.simulate import arithmetic
+from zerogap.diagnose.simulate import arithmetic, shown
 from zerogap.diagnose.simulate.arithmetic import FP32, round_to
 from zerogap.diagnose.simulate.dots import cuts, joined
 from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
@@ -66,6 +67,9 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
     """Variants with one field changed."""
     for rounding in ("after the weight", "before the weight", "before the weight, FP32 weight"):
         yield variant.but(rounding=rounding)
+    yield variant.but(formula=f"none, eps {_eps(problem):g}")
+    for eps in problem.once("epsilons", lambda: _shown(problem)):
+        yield variant.but(formula=f"rms, eps {shown.name(eps)}")
     for eps in dict.fromkeys((_eps(problem), *EPSILONS)):
         for form in (
             "rms, eps {}",
@@ -105,6 +109,22 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(split=f"{count} parts, ascending")
 
 
+def _shown(problem: Problem) -> list[float]:
+    """Epsilons that the rows show: what is left of the squared factor when the mean square is taken away."""
+    weight = problem.weight()
+    if weight is None or problem.inputs[0].shape != problem.out.shape or problem.inputs[0].shape[1] % len(weight):
+        return []
+    rows = torch.arange(0, len(problem.out), max(1, len(problem.out) // 64))
+    x, y = (t[rows].double().unflatten(1, (-1, len(weight))) for t in (problem.inputs[0], problem.out))
+    normed = x * weight.double()
+    scale = (normed * y).sum(-1) / normed.square().sum(-1).clamp_min(1e-30)
+    left = (scale**-2 - x.square().mean(-1)).flatten()
+    weights = (scale**4).flatten()  # a small row says it best
+    known = left.isfinite() & weights.isfinite()
+    eps = float((left * weights)[known].sum() / weights[known].sum().clamp_min(1e-300)) if known.any() else 0.0
+    return shown.near(eps, 0.1, 10) if eps > 1e-9 else []
+
+
 def applies(variant: Variant, problem: Problem) -> bool:
     """True if the problem has what the variant speaks of."""
     weight = problem.weight()
@@ -132,6 +152,8 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     kind, _, rest = variant["formula"].partition(", eps ")
     eps = float(rest.split()[0])
     w = _factors(weight, kind)
+    if kind == "none":
+        return round_to(rows.to(FP32), variant["output"])[:, problem.columns]
     if variant["order"] == TORCH:
         if kind != "rms" or "outside" in rest:
             return torch.full((len(rows), len(problem.columns)), float("nan"))

@@ -14,9 +14,28 @@ import torch
 MOST = 6  # numbers of one grid, or of one form, that are worth a trial
 
 
+def _yarn(n: float) -> float:
+    """YaRN's attention factor for contexts that are n times as long."""
+    return 0.1 * math.log(n) + 1
+
+
+def _of_yarn(value: float) -> float:
+    return math.exp(min(10 * (value - 1), 20.0)) if value > 1.01 else 0.0
+
+
+_FORMS: tuple[tuple[Callable[[float], float], Callable[[float], float]], ...] = (
+    (lambda v: 1 / v, lambda n: 1 / n),
+    (lambda v: v**2, math.sqrt),
+    (lambda v: v**-2, lambda n: n**-0.5),
+    (lambda v: (1.4 / v) ** 2, lambda n: 1.4 * n**-0.5),
+    (_of_yarn, _yarn),
+    (lambda v: _of_yarn(math.sqrt(v)), lambda n: _yarn(n) ** 2),
+)
+
+
 def near(value: float, relative: float, count: int = 12) -> list[float]:
     """Numbers within `relative` of a value, the simplest first: multiples of 1, 0.5 and 0.25 times powers of ten, then
-    1/n, sqrt(n), 1/sqrt(n) and 1.4/sqrt(n) of whole n; the value itself last."""
+    1/n, sqrt(n), 1/sqrt(n), 1.4/sqrt(n) (MiniCPM), 0.1 log(n) + 1 and its square (YaRN) of whole n; the value last."""
     if not math.isfinite(value) or value == 0.0:
         return []
     found: dict[float, None] = {}
@@ -28,15 +47,12 @@ def near(value: float, relative: float, count: int = 12) -> list[float]:
             low, high = math.ceil(size * (1 - relative) / grid), math.floor(size * (1 + relative) / grid)
             if high - low < MOST:
                 found |= {sign * float(f"{n * grid:.9g}"): None for n in _closest(low, high, size / grid)}
-    for inverse, form in (
-        (1 / size, lambda n: 1 / n),
-        (size**2, math.sqrt),
-        (size**-2, lambda n: n**-0.5),
-        ((1.4 / size) ** 2, lambda n: 1.4 * n**-0.5),
-    ):
-        spread = 2 * relative + 1e-9
-        low, high = max(1, math.ceil(inverse * (1 - spread))), min(8192, math.floor(inverse * (1 + spread)))
-        found |= {sign * form(n): None for n in _closest(low, high, inverse) if abs(form(n) / size - 1) <= relative}
+    for inverse, form in _FORMS:
+        ends = sorted((inverse(size * (1 - relative)), inverse(size * (1 + relative))))
+        low, high = max(1, math.ceil(ends[0] - 1e-6)), min(8192, math.floor(ends[1] + 1e-6))
+        found |= {
+            sign * form(n): None for n in _closest(low, high, inverse(size)) if abs(form(n) / size - 1) <= relative
+        }
     return [*list(found)[:count], value]
 
 
@@ -52,8 +68,8 @@ def name(value: float) -> str:
 # ---------------------------------------------------------------------------------------------------- one number
 
 
-def factor(given: torch.Tensor, out: torch.Tensor) -> float | None:
-    """F of out = F x given; None where it is 1 or none fits."""
+def factor(given: torch.Tensor, out: torch.Tensor, noise: float = 0.03) -> float | None:
+    """F of out = F x given, up to `noise` of its size; None where it is 1 or none fits."""
     x, y = given.double().flatten(), out.double().flatten()
     known = x.isfinite() & y.isfinite()
     x, y = x[known], y[known]
@@ -62,7 +78,7 @@ def factor(given: torch.Tensor, out: torch.Tensor) -> float | None:
         return None
     found = float((x * y).sum()) / square
     left = float((y - found * x).square().sum())
-    if found == 0.0 or left > 1e-3 * float(y.square().sum()) or abs(found - 1) < 2e-4:
+    if found == 0.0 or left > noise**2 * float(y.square().sum()) or abs(found - 1) < 2e-4:
         return None
     return found
 

@@ -1,5 +1,6 @@
 """`zerogap diagnose`: words for sides, refusals before any work, exit codes, files, the self-test's bar."""
 
+import itertools
 import json
 import sys
 
@@ -116,7 +117,7 @@ def test_progress_goes_to_standard_error_where_there_is_no_terminal(tmp_path):
     done = run(a, b)
     told = [line.split(" s  ")[1] for line in done.stderr.splitlines()]
     assert told[0] == "ids" and "operators" in told and "operators" not in done.stdout.splitlines()
-    assert all(x != y for x, y in zip(told, told[1:]))
+    assert all(x != y for x, y in itertools.pairwise(told))
 
 
 def test_workers_are_the_self_tests(tmp_path):

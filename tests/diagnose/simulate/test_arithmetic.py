@@ -45,15 +45,15 @@ def test_sums(count: int) -> None:
 
 @pytest.mark.parametrize("width", [4, 8, 16])
 def test_lanes_and_halving(width: int) -> None:
-    a, b = randn(53, seed=1), randn(53, seed=2)
-    products = (a * b).numpy()
-    lanes = [loop(products[i::width]) for i in range(width)]
+    a, b = randn(24, 53, seed=1), randn(24, 53, seed=2)
     got = arithmetic.lanes(a, b, width, fused=False)
-    assert got.tolist() == [float(v) for v in lanes]
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = [np.float32(lanes[i] + lanes[half + i]) for i in range(half)]
-    assert arithmetic.halving(got).item() == lanes[0]
+    for row, products in enumerate((a * b).numpy()):
+        lanes = [loop(products[i::width]) for i in range(width)]
+        assert got[row].tolist() == [float(v) for v in lanes]
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [np.float32(lanes[i] + lanes[half + i]) for i in range(half)]
+        assert arithmetic.halving(got)[row].item() == lanes[0]
 
 
 @pytest.mark.parametrize("size", [5, 64, 576, 1000, 4096])

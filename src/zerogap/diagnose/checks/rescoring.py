@@ -6,11 +6,13 @@ is scored under this one's: only what removes the difference counts.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from zerogap.diagnose.adapters import solved_definitions
 from zerogap.diagnose.adapters.logprobs import defined_logprobs
 from zerogap.diagnose.checks.relations import Hypothesis
 from zerogap.diagnose.compare import Difference
@@ -19,6 +21,7 @@ from zerogap.diagnose.side import Ask, Side
 from zerogap.diagnose.trace import Definition, Trace
 
 ROWS, FEWEST_ROWS = 64, 16  # tokens on which candidates are tried
+FEWEST_OF_SEQUENCE = 4  # tokens that say a sequence's own temperature
 NUMBERS = 1 << 20  # logits that are scored per candidate
 FOLLOWS = 2e-3  # largest mean |error| of numbers that follow from logits (BF16 log-softmax included)
 EXACT = 1e-6  # mean |error| of FP32 log-softmax in another order
@@ -135,6 +138,12 @@ class Scorer:
         """What the side recorded for them."""
         return np.array([self.recorded[i][j] for i, j in tokens], np.float32)
 
+    def rows(self, tokens: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [N, V] that score the tokens, their ids, and what was recorded for them."""
+        logits = torch.stack([self.logits[self.starts[i] + j - 1] for i, j in tokens]).float()
+        ids = torch.tensor([int(self.trace.sequences[i].ids[j]) for i, j in tokens])
+        return logits, ids, torch.from_numpy(self.numbers(tokens))
+
     def everywhere(self, definition: Definition, rank: int = -1) -> tuple[np.ndarray, ...]:
         """Per sequence, NaN where there are no logits."""
         out = tuple(np.full(len(s.ids), np.nan, np.float32) for s in self.trace.sequences)
@@ -206,7 +215,9 @@ def _own(which: str, facts: Facts, found: Scorer) -> _Own | None:
     if not tokens:
         return None
     best: _Own | None = None
-    for definition, rank in _candidates(facts, which):
+    stated = _plain(facts.answers[which].definition)
+    solved = ((d, -1) for d in solved_definitions.definitions(*found.rows(tokens), stated))
+    for definition, rank in itertools.chain(_candidates(facts, which), solved):
         error = _error(found.scores(tokens, definition, rank), recorded)
         if error <= FOLLOWS and (best is None or error * 4 < best.error):
             best = _Own(definition, rank, error)
@@ -238,6 +249,28 @@ def _by_logits(which: str, facts: Facts, before: Difference) -> Iterator[Hypothe
         if own is None:
             continue
         yield Hypothesis(*_named(own, definition, which, facts), after)
+    if own is None and (words := _each_sequence(found)):
+        after = before.with_arrays(**{which: found.everywhere(theirs)})
+        text = f"{which.upper()}'s sequences are each under a temperature of their own: {words}"
+        yield Hypothesis("temperature", text, after)
+
+
+def _each_sequence(found: Scorer) -> str:
+    """Temperatures under which each sequence's numbers follow from its logits, in words; empty if they do not, or are
+    all the same."""
+    values = []
+    for sequence in range(len(found.trace.sequences)):
+        tokens = [t for t in found.tokens if t[0] == sequence][:FEWEST_ROWS]
+        if len(tokens) < FEWEST_OF_SEQUENCE:
+            continue
+        value = solved_definitions.temperature(*found.rows(tokens))
+        numbers = found.numbers(tokens)
+        if value is None or not np.isfinite(numbers).all():
+            return ""
+        if _error(found.scores(tokens, dataclasses.replace(PLAIN, temperature=value)), numbers) > FOLLOWS:
+            return ""
+        values.append(f"{value:.3g}")
+    return ", ".join(values) if len(set(values)) > 1 else ""
 
 
 def _named(own: _Own, other: Definition, which: str, facts: Facts) -> tuple[str, str]:

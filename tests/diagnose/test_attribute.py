@@ -119,6 +119,9 @@ PLANTS = [
     ("experts", "order", 1, {"order": "descending"}),
     ("experts", "accumulate", 1, {"accumulate": "fp32"}),
     ("experts", "formula", 1, {"formula": "no shared experts"}),
+    ("experts", "formula", 1, {"formula": "activation gelu tanh"}),
+    ("experts", "router/scale", 1, {"router__scale": "1.83"}),
+    ("experts", "router/formula", 1, {"router__formula": "softmax, normalised, top 4"}),
     ("experts", "router/formula", 1, {"router__formula": "softmax"}),
     ("experts", "router/scale", 1, {"router__scale": "2.5"}),
 ]

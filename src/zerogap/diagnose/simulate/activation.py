@@ -175,16 +175,24 @@ def _silu(g: torch.Tensor, primitive: str, step: Rounded) -> torch.Tensor:
 def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     """The sample [rows, columns], FP32."""
     gate, up = (problem.cut(t) for t in problem.inputs[:2])
-    kind, ends = _parts(variant["formula"])
+    kind = _parts(variant["formula"])[0]
     if kind in ALONE:
         return round_to(up if kind == "up alone" else gate, problem.recorded)
+    return gated(gate, up, variant["formula"], variant["primitive"], variant["rounding"], problem.storage)
+
+
+def gated(
+    gate: torch.Tensor, up: torch.Tensor, formula: str, primitive: str, rounding: str, storage: str
+) -> torch.Tensor:
+    """The product of FP32 rows by the fields of a variant, rounded to the storage dtype as `rounding` says."""
+    kind, ends = _parts(formula)
     if SWAPPED in ends:
         gate, up = up, gate
     if LIMIT in ends or GATE_LIMIT in ends:
         highest = float(ends.split()[-1])
         gate = gate.clamp(max=highest)
         up = up if GATE_LIMIT in ends else up.clamp(-highest, highest)
-    steps, storage = variant["rounding"] == "every step", problem.storage
+    steps = rounding == "every step"
 
     def step(t: torch.Tensor) -> torch.Tensor:
         return round_to(t, storage) if steps else t
@@ -194,9 +202,9 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     if kind in ("gelu", "gelu tanh") and not steps:  # the library's own
         found = torch.nn.functional.gelu(gate, approximate="tanh" if kind == "gelu tanh" else "none")
     else:
-        found = _activated(gate, kind, variant["primitive"], step)
-    if variant["rounding"] == "not at all":
+        found = _activated(gate, kind, primitive, step)
+    if rounding == "not at all":
         return found * up
-    if variant["rounding"] != "once":
+    if rounding != "once":
         found = round_to(found, storage)
     return round_to(found * up, storage)

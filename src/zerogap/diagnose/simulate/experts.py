@@ -1,9 +1,10 @@
 """A routed layer from its router's logits on: choice, weights, expert MLPs and their sum.
 
 router/formula   `softmax, normalised`, `softmax`, `softmax of the chosen` (after top-k), `sigmoid, normalised`,
-                 `sigmoid`; `..., bias in weights`, `..., bias ignored`
+                 `sigmoid`; `..., bias in weights`, `..., bias ignored`, `..., top K` (another number of experts),
+                 `..., groups ignored`, `..., groups by largest` (of their scores, not by the sum of two)
 router/tie_rule  lower index, higher index
-router/scale     the factor of all weights
+router/scale     the factor of all weights: as stated, usual ones, and what the rows show
 router/rounding  weights: `FP32 weights`, `weights` (rounded to the storage dtype)
 router/output    `stored`, `bf16` (logits are rounded before they are read)
 order            of the sum: ascending, descending, by weight; `shared first`
@@ -13,7 +14,8 @@ operands         stored; `e4m3` (weights in 128x128, rows in 1x128), `e4m3 weigh
 accumulate       fma, `fp32` (multiply, then add), `storage` (the sum is rounded after every expert)
 rounding         `inner once` (SiLU times up), `activation first`; `..., weighted outputs` (each is rounded)
 output           bf16, fp16, fp32
-formula          plain; weight on input; no shared experts; shared experts alone; `first of the chosen only`;
+formula          plain (SiLU); `activation F`, F a formula of `activation`; weight on input; no shared experts; shared
+                 experts alone; `first of the chosen only`;
                  `capacity F` (an expert takes F times its even share of a sequence's rows, the first ones)
 """
 
@@ -23,13 +25,14 @@ from collections.abc import Iterator
 
 import torch
 
-from zerogap.diagnose.simulate import dots
-from zerogap.diagnose.simulate.arithmetic import FP32, exp, fma, quantise_e4m3, round_to
+from zerogap.diagnose.simulate import activation, dots, shown
+from zerogap.diagnose.simulate.arithmetic import FP32, fma, quantise_e4m3, round_to
 from zerogap.diagnose.simulate.variant import LIBRARY, Problem, Variant
 
 TORCH = f"{LIBRARY} torch.nn.functional.linear"
 SCORINGS = ("softmax, normalised", "softmax", "softmax of the chosen", "sigmoid, normalised", "sigmoid")
 IN_WEIGHTS, IGNORED, WEIGHTED = ", bias in weights", ", bias ignored", ", weighted outputs"
+ACTIVATION, UNGROUPED, BY_LARGEST = "activation ", ", groups ignored", ", groups by largest"
 FUSED, ROUNDED, CAPACITIES = ", gate and up together", ", rounded", (1.0, 1.25, 1.5, 2.0)
 
 
@@ -64,6 +67,9 @@ def bases(problem: Problem) -> list[Variant]:
     """The contract's; transformers' eager loop (everything rounded, the sum too); its grouped form (FP32 sum)."""
     scoring = str(problem.parameters.get("scoring", "softmax"))
     normalise = bool(problem.parameters.get("normalise", True))
+    named = str(problem.parameters.get("activation", "silu"))
+    named = activation.NAMES.get(named, named)
+    formula = f"{ACTIVATION}{named}" if named in activation.ACTIVATIONS and named != "silu" else "plain"
     scale = problem.number("scaling", problem.number("routed_scaling_factor", 1.0))
     contract = Variant.of(
         "experts",
@@ -79,7 +85,7 @@ def bases(problem: Problem) -> list[Variant]:
             "accumulate": "fma",
             "rounding": "inner once",
             "output": problem.recorded,
-            "formula": "plain",
+            "formula": formula,
         },
     )
     eager = contract.but(rounding=f"activation first{WEIGHTED}", accumulate="storage", router__rounding="weights")
@@ -96,11 +102,25 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
     if _layer(problem).bias is not None:
         for end in (IN_WEIGHTS, IGNORED):
             yield variant.but(router__formula=re.sub(r", bias.*", "", variant["router/formula"]) + end)
+    bare = re.sub(r", (bias|top|groups).*", "", variant["router/formula"])
+    k, count = int(problem.number("top_k") or 1), problem.inputs[1].shape[1]
+    for other in dict.fromkeys((k + 1, k - 1, 1, 2 * k, k // 2, k + 2)):
+        if 0 < other <= count and other != k:
+            yield variant.but(router__formula=f"{bare}, top {other}")
+    if int(problem.number("groups") or 1) > 1:
+        for end in (UNGROUPED, BY_LARGEST):
+            yield variant.but(router__formula=bare + end)
     for rule in ("lower index", "higher index"):
         yield variant.but(router__tie_rule=rule)
     given = [problem.number(n) for n in ("scaling", "routed_scaling_factor")]
     for scale in dict.fromkeys([g for g in given if g] + [1.0, 2.5, 2.446, 2.0, 0.5, 16.0]):
         yield variant.but(router__scale=f"{scale:g}")
+    if applies(variant, problem):
+        for scale in problem.once("scales", lambda: _scales(variant, problem)):
+            yield variant.but(router__scale=shown.name(scale))
+    for formula in (*activation.ACTIVATIONS, f"{activation.QUICK}, up plus 1, limit 7"):
+        if formula != "silu" and formula not in activation.ALONE:
+            yield variant.but(formula=f"{ACTIVATION}{formula}")
     for rounding in ("FP32 weights", "weights"):
         yield variant.but(router__rounding=rounding)
     for output in ("stored", "bf16"):
@@ -133,6 +153,15 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(primitive=primitive)
 
 
+def _scales(variant: Variant, problem: Problem) -> list[float]:
+    """Factors of the routed sum that the rows show: it is what another factor changes."""
+    few = torch.arange(0, len(problem.out), max(1, len(problem.out) // 12))
+    part = problem.narrowed(few, torch.arange(problem.out.shape[1]))
+    one, two = (simulate(variant.but(router__scale=scale), part) for scale in ("1", "2"))
+    found = shown.factor(two - one, part.expected - (2 * one - two), 0.05)
+    return [] if found is None else shown.near(found, 2e-3, 10)
+
+
 def applies(variant: Variant, problem: Problem) -> bool:
     """True if logits and all experts' weights are known."""
     if len(problem.inputs) != 2 or problem.number("top_k") is None:
@@ -163,7 +192,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
         weights = weights * _kept(variant, problem, layer)[problem.rows]
     on_input = variant["formula"] == "weight on input"
     inner = variant["rounding"].removesuffix(WEIGHTED)
-    how = (variant["operands"], variant["primitive"], inner, variant["formula"] == "gate and up swapped", storage)
+    how = (variant["operands"], variant["primitive"], inner, _activation(variant["formula"]), storage)
     if on_input:
         rows = [
             _mlp((x.to(FP32) * weights[:, i, None]).to(x.dtype), layer, chosen[:, i], how)
@@ -184,6 +213,13 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
         outs, weights = outs[:, :0], weights[:, :0]
     total = _combined(outs, weights, chosen, shared, variant, storage)
     return round_to(total, variant["output"])[:, problem.columns]
+
+
+def _activation(formula: str) -> str:
+    """The formula of `activation` that a formula of experts stands for."""
+    if formula == "gate and up swapped":
+        return f"silu{activation.SWAPPED}"
+    return formula.removeprefix(ACTIVATION) if formula.startswith(ACTIVATION) else "silu"
 
 
 def variant_names(subject: str, variant: Variant) -> list[str]:
@@ -215,9 +251,13 @@ def _choice(
     if variant["router/output"] == "bf16":
         logits = round_to(logits, "bf16")
     formula, k = variant["router/formula"], int(problem.number("top_k") or 1)
+    k = int(formula.split()[-1]) if ", top " in formula else k
     scores = torch.sigmoid(logits) if formula.startswith("sigmoid") else torch.softmax(logits, -1)
     biased = scores if layer.bias is None or IGNORED in formula else scores + layer.bias.to(FP32)
-    eligible = _of_groups(biased, int(problem.number("groups") or 1), int(problem.number("top_groups") or 1))
+    groups, kept = (int(problem.number(n) or 1) for n in ("groups", "top_groups"))
+    if UNGROUPED in formula:
+        groups = kept = 1
+    eligible = _of_groups(biased, groups, kept, 1 if BY_LARGEST in formula else 2)
     ranked = eligible.flip(-1) if variant["router/tie_rule"] == "higher index" else eligible
     chosen = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :k]
     if variant["router/tie_rule"] == "higher index":
@@ -231,12 +271,12 @@ def _choice(
     return chosen, round_to(weights, problem.storage) if variant["router/rounding"] == "weights" else weights
 
 
-def _of_groups(scores: torch.Tensor, groups: int, kept: int) -> torch.Tensor:
-    """Scores with -inf outside the groups with the largest sums of two (DeepSeek-V3)."""
+def _of_groups(scores: torch.Tensor, groups: int, kept: int, summed: int) -> torch.Tensor:
+    """Scores with -inf outside the groups with the largest sums of their `summed` best (2: DeepSeek-V3; 1: V2)."""
     if kept >= groups:
         return scores
     parts = scores.unflatten(-1, (groups, -1))
-    sums = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1)
+    sums = parts.topk(min(summed, parts.shape[-1]), -1).values.sum(-1)
     best = torch.sort(sums, dim=-1, descending=True, stable=True).indices[..., :kept]
     inside = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True)
     return parts.masked_fill(~inside[..., None], float("-inf")).flatten(-2)
@@ -274,20 +314,14 @@ def _mlp(x: torch.Tensor, layer: _Layer, experts: torch.Tensor, how: tuple) -> t
 
 
 def _gated(x: torch.Tensor, weights: dict[str, torch.Tensor], how: tuple) -> torch.Tensor:
-    operands, primitive, inner, swapped, storage = how
+    operands, primitive, inner, formula, storage = how
     if FUSED in operands:
         both = torch.cat([weights["gate"], weights["up"]]).to(x.dtype)
         gate, up = _linear(x, both, operands, primitive, storage).chunk(2, -1)
     else:
         gate, up = (_linear(x, weights[p].to(x.dtype), operands, primitive, storage) for p in ("gate", "up"))
-    if swapped:
-        gate, up = up, gate
-    if inner == "inner once":
-        e = exp(-gate.abs())
-        active = gate * (torch.where(gate >= 0, 1.0, e) / (1 + e))
-    else:
-        active = round_to(torch.nn.functional.silu(gate), storage)
-    middle = round_to(active * up, storage).to(x.dtype)
+    silu, rounding = ("contract", "once") if inner == "inner once" else ("torch silu", "activation first")
+    middle = activation.gated(gate, up, formula, silu, rounding, storage).to(x.dtype)
     return _linear(middle, weights["down"].to(x.dtype), operands, primitive, storage)
 
 

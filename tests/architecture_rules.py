@@ -43,7 +43,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch.utils.tensorboard": ("rl/", "cli/"),
     "tensorboard": ("rl/", "cli/"),
     "ray": ("cluster/",),
-    "safetensors": ("weights/", "train/checkpoint", "rl/rollout_log", "diagnose/trace"),
+    "safetensors": ("weights/", "train/checkpoint", "rl/rollout_log", "diagnose/trace", "diagnose/source_weights"),
     "gguf": ("weights/", "text/"),
     "huggingface_hub": ("weights/", "text/"),
     "tokenizers": ("text/", "weights/"),  # a GGUF file carries its tokenizer

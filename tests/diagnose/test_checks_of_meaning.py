@@ -268,6 +268,25 @@ def test_versions_that_agree_pass():
     assert run(cache, recorded(), recorded(noisy(numbers(), 0.1))).outcome == "not checked"
 
 
+def test_a_hit_length_on_one_side_says_nothing_of_versions():
+    of = tuple(dataclasses.replace(s, hit_length=2) for s in sequences())
+    found = run(cache, recorded(of=of), recorded(noisy(numbers(), 0.1)))
+    assert found.outcome == "not checked" and "version of every token" in found.needs
+    half = run(cache, recorded(of=versions([4, 4, 4])), recorded(noisy(numbers(), 0.1)))
+    assert half.outcome == "not checked" and "side B does not say" in half.text
+
+
+def test_older_versions_are_not_to_blame_where_a_whole_pass_gives_the_same_bits():
+    values = only_first(numbers())
+    again = Pass(tuple(values), "whole", ((0,), (1,), (2,)), STATED)
+    stale = {"of": versions([3, 4, 4]), "path": "decode"}
+    assert run(cache, recorded(values, **stale), recorded()).evidence["accounts"] is True
+    found = run(cache, recorded(values, more=[again], **stale), recorded())
+    assert names(found) == ["cache/stale_weights"] and found.evidence["accounts"] is False
+    other = dataclasses.replace(again, logprobs=tuple(numbers()))
+    assert run(cache, recorded(values, more=[other], **stale), recorded()).evidence["accounts"] is True
+
+
 @pytest.mark.parametrize(
     ("expected", "fact"),
     [

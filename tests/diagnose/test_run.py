@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import zerogap as zg
-from tests.diagnose.sides import OPEN, STATED, facts, noisy, numbers, recorded, trace
+from tests.diagnose.sides import LENGTHS, OPEN, STATED, facts, noisy, numbers, recorded, trace
 from tests.tiny import tiny_decoder
 from zerogap.diagnose.run import CHECKS, decide
-from zerogap.diagnose.trace import save_trace
+from zerogap.diagnose.trace import Definition, Pass, save_trace
 from zerogap.diagnose.verdict import UNKNOWN, Cause, Finding
 from zerogap.diagnose.zerogap_side import ZerogapSide
 from zerogap.errors import CheckpointError
@@ -127,3 +127,48 @@ def test_an_operator_that_differs_is_named_and_its_rows_are_on_the_map():
     assert report.heat is not None
     rows = dict(zip(report.heat.nodes, report.heat.differing, strict=True))
     assert not any(rows["0.up_proj"]) and all(rows["0.activation"])
+
+
+FOREIGN = {"layers.0.attention.q": 8, "layers.0.moe.experts": 8, "final_norm": 8, "head": 50}
+OURS = {"embed": 8, "0.experts": 8, "0.residual_mlp": 8, "final_norm": 8, "lm_head": 50}
+
+
+@pytest.mark.parametrize("names", [(FOREIGN, FOREIGN), (FOREIGN, OURS), (OURS, FOREIGN), ({"logprob": 1}, FOREIGN)])
+def test_boundaries_of_other_names_are_compared_by_name_and_blame_nothing(names):
+    rows = sum(LENGTHS)
+
+    def boundaries(widths, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(rows, width, generator=generator) for name, width in widths.items()}
+
+    sides = [recorded(numbers(i), boundaries(of, i)) for i, of in enumerate(names)]
+    report = zg.diagnose(*sides)
+    assert not report.verdict.same and report.verdict.check
+    assert all(found.cause.subject == "unattributed" for found in report.attributions)
+
+
+def test_boundaries_of_a_further_pass_are_compared():
+    """An engine's own numbers first, without boundaries, then the same sequences in a whole pass, with them."""
+    rows, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
+    embed = torch.randn(rows, 8, generator=generator)
+    whole = Pass(tuple(numbers()), "whole", ((0,), (1,), (2,)), STATED, {"embed": embed})
+    engine = recorded(numbers(), path="decode", more=[whole])
+    trainer = recorded(noisy(numbers(), 0.1), {"embed": embed})
+    found = {f.check: f for f in zg.diagnose(engine, trainer).findings}
+    assert found["operators"].evidence["compared"] == 2, "embed and the log-probs"
+
+
+def test_a_definition_that_explains_all_leaves_the_path_unblamed():
+    """Raw numbers that are declared processed, and a whole pass that really is."""
+    decoder = tiny_decoder()
+    ids = [np.random.default_rng(i).integers(0, 500, 30).tolist() for i in range(2)]
+    sides = [
+        ZerogapSide(decoder, ids, definition=Definition(t, processed, 0, 1.0, 0.0), path=path)
+        for t, processed, path in ((0.7, False, "decode"), (0.7, True, "whole"))
+    ]
+    raw, processed = (side.trace for side in sides)
+    lied = dataclasses.replace(raw.recorded, definition=processed.recorded.definition, boundaries={})
+    a = dataclasses.replace(raw, passes=(lied, dataclasses.replace(processed.recorded, path="whole")))
+    verdict = zg.diagnose(a, processed).verdict
+    assert verdict.cause is not None and verdict.cause.subject == "definition"
+    assert all(cause.subject != "path" for cause in verdict.further)

@@ -77,12 +77,13 @@ class Walk:
 def nodes_of(names: Iterable[str]) -> list[Node]:
     """The operators of a model with these recorded tensors, in running order."""
     known = list(dict.fromkeys(names))
-    layers = [int(n.split(".")[0]) for n in known if n.split(".")[0].isdigit()]
-    if not layers:
+    numbered = [n.split(".", 1) for n in known if n.split(".")[0].isdigit() and "." in n]
+    if not numbered:
         return [n for n in model_nodes(0, qk_norm=False) if n.name in known]
-    parts = {n.split(".", 1)[1] for n in known if n.split(".")[0].isdigit()}
-    moe = frozenset(int(n.split(".")[0]) for n in known if n.endswith((".router", ".experts")))
-    nodes = model_nodes(max(layers) + 1, qk_norm="q_norm" in parts, moe_layers=moe)
+    parts = {part for _, part in numbered}
+    moe = frozenset(int(layer) for layer, part in numbered if part in ("router", "experts"))
+    layers = max(int(layer) for layer, _ in numbered) + 1
+    nodes = model_nodes(layers, qk_norm="q_norm" in parts, moe_layers=moe)
     return _latent(nodes, parts) if "kv_a_proj" in parts else nodes
 
 
@@ -237,11 +238,11 @@ def _recorded_inputs(
         name = waiting.pop(0)
         if name in parted:
             reads[name] = None
-        elif name in nodes and name not in region:
-            region[name] = nodes[name]
-            waiting += nodes[name].inputs
+        elif name not in region:
+            region[name] = nodes.get(name, Node(name, "", ()))  # whose own inputs are not known
+            waiting += region[name].inputs
     order = list(nodes)
-    return tuple(reads), tuple(sorted(region.values(), key=lambda n: order.index(n.name)))
+    return tuple(reads), tuple(sorted(region.values(), key=lambda n: order.index(n.name) if n.name in order else -1))
 
 
 def _inputs_differ(

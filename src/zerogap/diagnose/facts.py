@@ -107,9 +107,13 @@ class Facts:
         return self.side(which).again(ask)
 
     def captured(self, which: str) -> Pass:
-        """The side's answer with boundaries, if there is a way to them."""
+        """The side's answer with boundaries, if there is a way to them; of a recorded side another of its passes that
+        has some, one by the same path first."""
         answer = self.answers[which]
-        if answer.boundaries or not self.live(which):
+        if answer.boundaries:
             return answer
+        if not self.live(which):
+            passes = [p for p in self.side(which).trace.passes if p.boundaries]
+            return min(passes, key=lambda p: p.path != answer.path, default=answer)
         found = self.again(which, Ask(answer.path, answer.batches, capture=True))
         return answer if found is None else found

@@ -184,7 +184,10 @@ def _searched(
     """The search over rows that are handed on; NaN in the outputs that are not to be reproduced."""
     given = [_given(node, end, rows) for end in (a, b)]
     (inputs, weights, parameters), (inputs_b, weights_b, parameters_b) = given
-    weights = weights or weights_b  # a trace holds none; the check of weights has compared their sketches
+    weights = weights or weights_b  # of a recorded side they may not be at hand; the check of weights compared sketches
+    if node.weights and not weights:
+        text = f"{node.name}: its weights are at hand on neither side: name their folder as a trace's source"
+        return Attributed(node.name, Cause(node.kind, UNATTRIBUTED, text))
     outs = out_a, out_b
     theirs = None if _same_weights(weights, weights_b) else weights_b
     if not alike:

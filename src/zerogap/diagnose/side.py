@@ -4,12 +4,14 @@ Checks ask and take what they get: a side that cannot answer returns None, and t
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from zerogap.diagnose.config_facts import config_parameters
+from zerogap.diagnose.source_weights import SourceWeights
 from zerogap.diagnose.trace import Definition, Pass, Trace
 
 # (node name, the tensors that the operator reads, by name) -> its output rows
@@ -63,9 +65,13 @@ class Side(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedSide:
-    """A trace alone: answers from its own passes, computes nothing."""
+    """A trace alone: answers from its own passes and the folder of its weights, computes nothing."""
 
     trace: Trace
+
+    @functools.cached_property
+    def _weights(self) -> SourceWeights:
+        return SourceWeights(self.trace.source, self.trace.weights)
 
     def again(self, ask: Ask) -> Pass | None:
         """The first further pass that was recorded under the asked path and batches."""
@@ -76,7 +82,7 @@ class RecordedSide:
         return None
 
     def weight(self, name: str) -> torch.Tensor | None:
-        return None
+        return self._weights.get(name)
 
     def parameters(self, node: str) -> Mapping[str, object]:
         return config_parameters(node, self.trace.model)

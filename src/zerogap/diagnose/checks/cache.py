@@ -1,7 +1,9 @@
 """Check 4: keys and values come from the weights, prefix, positions and scales that the tokens belong to.
 
 Decided on what the traces say of each token: weight version, position, length of the prefix hit, scale set. A fact that
-differs accounts for the logdiff if the tokens without it agree, up to a twentieth of the others' difference.
+differs accounts for the logdiff if the tokens without it agree, up to a twentieth of the others' difference; an older
+version does not if the side recorded a whole pass with the same bits. A live side computes now from one set;
+a recorded one has to say each token's version.
 """
 
 import dataclasses
@@ -22,38 +24,67 @@ NEEDS = "record the weight version of every token, its position, and how many to
 class _Fact:
     """What is suspicious, and of which tokens (bool per sequence of the compared length).
 
-    `certain`: never harmless, so that it accounts for the difference where all tokens have it.
+    `certain`: never harmless, so that it accounts for the difference where all tokens have it; `own`: tokens that have
+    it themselves, if the others only come after such ones.
     """
 
     field: str
     text: str
     tokens: tuple[np.ndarray, ...]
     certain: bool = True
+    own: int = 0
 
 
 def check(a: Side, b: Side, facts: Facts) -> Finding:
     """See the module."""
     one, other = a.trace, b.trace
     found = [f for make in (_versions, _positions, _scales) if (f := make(one, other)) is not None]
-    known = [n for n in ("versions", "positions", "hit_length") if _known(n, one) or _known(n, other)]
     if not found and (hits := _hits(one, other, facts)) is not None:
         found.append(hits)
     if not found:
-        if not known:
-            return Finding("cache", "not checked", "nothing is known of caches and versions", needs=NEEDS)
-        return Finding("cache", "passed", f"{', '.join(known)} agree where both sides say them")
+        return _nothing_found(facts)
     difference = facts.difference
     tested = [(fact, _accounts(fact, difference)) for fact in found]
+    if _recomputed(facts):
+        tested = [(fact, False if fact.field == "stale_weights" else accounts) for fact, accounts in tested]
     tested.sort(key=lambda pair: pair[1] is not True)
     fact, accounts = tested[0]
     if difference.same:
         accounts = False
     causes = tuple(Cause("cache", f.field, f.text) for f, _ in tested)
-    number = int(sum(t.sum() for t in fact.tokens))
+    number = fact.own or int(sum(t.sum() for t in fact.tokens))
     evidence = {"accounts": accounts, "tokens": number, "facts": [f.text for f, _ in tested]}
     if accounts:
         facts.substituted["state"] = _elsewhere(fact, difference)
     return Finding("cache", "failed", f"{fact.text} ({number} tokens)", causes, evidence=evidence)
+
+
+def _nothing_found(facts: Facts) -> Finding:
+    """Passed only if of both sides it is known that one set of weights made all keys and values."""
+    silent = []
+    for name in ("a", "b"):
+        if not facts.live(name) and any(s.versions is None for s in facts.side(name).trace.sequences):
+            silent.append(name.upper())
+    if silent:
+        which = f"side {silent[0]} does" if len(silent) == 1 else "the sides do"
+        text = f"{which} not say which weights made each token's keys and values"
+        return Finding("cache", "not checked", text, needs=NEEDS)
+    known = [n for n in ("positions", "hit_length") if all(_known(n, s.trace) for s in (facts.a, facts.b))]
+    words = f", and the same {', '.join(known)}" if known else ""
+    return Finding("cache", "passed", f"one version of the weights made all keys and values{words}")
+
+
+def _recomputed(facts: Facts) -> bool:
+    """True if each side with older tokens recorded a whole pass whose log-probs have the answer's bits."""
+    older = []
+    for which in ("a", "b"):
+        trace, answer = facts.side(which).trace, facts.answers[which]
+        values = [s.versions for s in trace.sequences if s.versions is not None and len(s.versions)]
+        if not values or min(v.min() for v in values) == max(v.max() for v in values):
+            continue
+        others = [p for p in trace.passes[1:] if p.path == "whole" and p.definition == answer.definition]
+        older.append(any(not facts.within(which, answer, p).differs.any() for p in others))
+    return bool(older) and all(older)
 
 
 def _known(name: str, trace: Trace) -> bool:
@@ -83,9 +114,8 @@ def _versions(one: Trace, other: Trace) -> _Fact | None:
     old = _per_token(one, other, lambda x, y, n: _older(x, n, mixed[0]) | _older(y, n, mixed[1]))
     stale = tuple(np.logical_or.accumulate(t) for t in old)  # what comes later has read their keys and values
     if _any(stale):
-        return _Fact(
-            "stale_weights", "tokens were computed with keys and values, or weights, of an older version", stale
-        )
+        text = "tokens were computed with keys and values, or weights, of an older version"
+        return _Fact("stale_weights", text, stale, own=int(sum(t.sum() for t in old)))
     apart = _per_token(
         one,
         other,

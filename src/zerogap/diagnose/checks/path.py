@@ -6,6 +6,8 @@ difference, the path accounts for it, and the operator that differs between the 
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from zerogap.diagnose.compare import explains
 from zerogap.diagnose.facts import Facts
 from zerogap.diagnose.replay import within_side
@@ -13,6 +15,7 @@ from zerogap.diagnose.side import Ask, Side
 from zerogap.diagnose.trace import Pass
 from zerogap.diagnose.verdict import Cause, Finding
 
+RESCORED = 1e-5  # what FP32 rounding leaves of log-probs that were rescored from others
 NEEDS = "give a live side, or record the same sequences under the other side's path as well"
 
 
@@ -22,6 +25,9 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
     difference = facts.difference
     if difference.same and not facts.thorough:
         return Finding("path", "not checked", "nothing differs", needs="")
+    meant = facts.substituted.get("definition")
+    if meant is not None and float(np.abs(meant.d[meant.compared]).max(initial=0.0)) < RESCORED:
+        return Finding("path", "not checked", "nothing is left to explain under one definition", needs="")
     if paths["a"] == paths["b"]:
         return _consistent(facts, paths["a"])
     tried = []

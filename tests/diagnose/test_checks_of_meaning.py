@@ -220,6 +220,29 @@ def test_equal_weights_pass_and_a_transposed_one_is_named():
     assert names(found) == ["weights/transposed"] and found.evidence["accounts"] is True
 
 
+def named(values, changed=()):
+    """Sketches of as many matrices under these names; those of `changed` have other values."""
+    held = {name: sketch(matrix(40 + i) + 0.01 * (name in changed) * matrix(90 + i)) for i, name in enumerate(values)}
+    return recorded(noisy(numbers(), 0.1), weights=held)
+
+
+def test_tensors_that_differ_alike_are_one_cause_with_their_names_and_their_place():
+    names_of = [f"w.{i}" for i in range(9)]
+    last = run(weights, named(names_of), named(names_of, names_of[-7:]))
+    assert names(last) == ["weights/stale"] and last.text.startswith("7 of 9 ")
+    assert "7 tensors in all: w.2, w.3, w.4, w.5, w.6, w.7 and 1 more" in last.causes[0].detail
+    assert "the last 7 of 9 in recorded and sorted order" in last.causes[0].detail
+    middle = run(weights, named(names_of), named(names_of, names_of[3:5])).causes[0].detail
+    assert "2 tensors in all: w.3, w.4" in middle and "the last" not in middle
+
+
+def test_names_with_nothing_in_common_are_said_once():
+    other = run(weights, named(["a.0", "a.1"]), named(["b.0", "b.1"], ["b.1"]))
+    assert other.outcome == "not checked" and "nothing in common (A: a.0; B: b.0)" in other.text
+    same = run(weights, named(["a.0", "a.1"]), named(["b.0", "b.1"]))
+    assert same.outcome == "passed" and "under other names" in same.text
+
+
 def test_live_weights_are_compared_by_value():
     made = trace(weights={n: {} for n in ()})
     known = dataclasses.replace(made, weights={})

@@ -5,7 +5,8 @@ accounts for the logdiff unless boundaries show that its operator's rows move no
 of an embedding that no token looks up, say): then it is a further cause.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ from zerogap.numerics import PRESETS
 
 NEEDS = "record digests of the weights on both sides (the trace's `weights`), or name the folders they were loaded from"
 GROWTH = 2.0  # how much further apart an operator's rows are than what it read, where its weights act
+LISTED = 6  # tensors that are named in one cause
 _BUFFERS = ("e_score_correction_bias", "inv_freq", "rope_table", "rotary")
 
 
 def check(a: Side, b: Side, facts: Facts) -> Finding:
     """See the module."""
     facts.progress("weights")
+    if (apart := _other_names(a.trace.weights, b.trace.weights)) is not None:
+        return apart
     causes, compared = _weights(a, b)
     buffers, compared_buffers = _buffers(a.trace, b.trace)
     causes += [c for c in buffers if _tensor(c) not in {_tensor(known) for known in causes}]
@@ -45,13 +49,50 @@ def check(a: Side, b: Side, facts: Facts) -> Finding:
     if facts.difference.same:
         accounts = False
     evidence = {"accounts": accounts, "count": compared, "differing": [f"{c.name}: {c.detail}" for c in causes[:50]]}
-    return Finding("weights", "failed", text, known, evidence=evidence)
+    return Finding("weights", "failed", text, _together(known, list(a.trace.weights)), evidence=evidence)
+
+
+def _other_names(a: Mapping[str, Any], b: Mapping[str, Any]) -> Finding | None:
+    """Sketches under two schemes of names, none in common: told apart by their digests only; None where any name is."""
+    if not a or not b or any(name in b for name in a):
+        return None
+    words = f"the sides' names of weights have nothing in common (A: {min(a)}; B: {min(b)})"
+    digests = [Counter((record.get("digest"), record.get("dtype")) for record in side.values()) for side in (a, b)]
+    if digests[0] == digests[1] and len(digests[0]) > 1:
+        text = f"{len(a)} weights and buffers are the same, under other names: {words}"
+        return Finding("weights", "passed", text, evidence={"count": len(a)})
+    return Finding("weights", "not checked", words, needs="record both sides' weights under the same names")
+
+
+def _together(causes: Sequence[Cause], order: Sequence[str]) -> tuple[Cause, ...]:
+    """One cause for all tensors that differ in the same way: how many, their names, and whether they are the last ones
+    of `order` (as recorded) or of its sorted order, as after an update that was cut short."""
+    groups: dict[str, list[Cause]] = {}
+    for cause in causes:
+        groups.setdefault(cause.name, []).append(cause)
+    out = []
+    for first, *rest in groups.values():
+        if not rest:
+            out.append(first)
+            continue
+        names = list(dict.fromkeys(_tensor(c) for c in (first, *rest)))
+        count = len(names)
+        more = f" and {count - LISTED} more" if count > LISTED else ""
+        words = f"{first.detail}; {count} tensors in all: {', '.join(names[:LISTED])}{more}"
+        if count < len(order):
+            ends = [
+                n for n, o in (("recorded", list(order)), ("sorted", sorted(order))) if set(o[-count:]) == set(names)
+            ]
+            words += f"; they are the last {count} of {len(order)} in {' and '.join(ends)} order" if ends else ""
+        out.append(Cause(first.subject, first.field, words))
+    return tuple(out)
 
 
 def _weights(a: Side, b: Side) -> tuple[list[Cause], int]:
     names = _names(a.trace, b.trace)
     if a.trace.weights and b.trace.weights:
-        return _split(compare_sketches(a.trace.weights, b.trace.weights)), len(names)
+        causes = _split(compare_sketches(a.trace.weights, b.trace.weights))
+        return causes, len(a.trace.weights.keys() & b.trace.weights.keys() | {_tensor(c) for c in causes})
     differing, held = [], []
     sketches: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
     for name in names:

@@ -5,7 +5,7 @@ Residual
     accumulate  once (FP32, rounded once); one or both of an FP32 sum's terms, or F y, rounded first
     rounding    bf16, fp16, fp32 (kept as it is), bf16 truncated
 Embedding
-    formula     row, `row times sqrt(width)`, `row times F`, F as the rows show it
+    formula     row, `row times sqrt(width)`, `row times F`, F as the rows show it; `row, zeros of ids A to B`
     output      bf16, fp16, fp32
 """
 
@@ -102,6 +102,8 @@ def embedding_changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(output=output)
     for number in problem.once("factors", lambda: _embedding_factors(problem)):
         yield variant.but(formula=f"row times {number}")
+    for formula in problem.once("zeroed", lambda: _zeroed(problem)):
+        yield variant.but(formula=formula)
 
 
 def _embedding_factors(problem: Problem) -> list[str]:
@@ -112,6 +114,19 @@ def _embedding_factors(problem: Problem) -> list[str]:
     rows = torch.arange(0, len(ids), max(1, len(ids) // 64))
     found = shown.factor(weight[ids[rows]], problem.out[rows])
     return [] if found is None else [shown.name(n) for n in shown.near(found, 3e-4, 12)]
+
+
+def _zeroed(problem: Problem) -> list[str]:
+    """The run of ids whose rows are zeros (a shard that was lost, a padding id), if the rows show one."""
+    weight, ids = problem.weight(), _ids(problem)
+    if weight is None or ids is None or len(ids) != len(problem.out):
+        return []
+    empty = (problem.out == 0).all(1) & (weight[ids] != 0).any(1)
+    if not bool(empty.any()):
+        return []
+    first, last = int(ids[empty].min()), int(ids[empty].max())
+    inside = (ids >= first) & (ids <= last) & ~empty & ~problem.out.isnan().any(1)
+    return [] if bool(inside.any()) else [f"row, zeros of ids {first} to {last}"]
 
 
 def embedding_applies(variant: Variant, problem: Problem) -> bool:
@@ -131,6 +146,10 @@ def simulate_embedding(variant: Variant, problem: Problem) -> torch.Tensor:
     weight, ids = problem.weight(), _ids(problem)
     assert weight is not None and ids is not None
     found = weight[ids[problem.rows]][:, problem.columns].to(FP32)
+    if ", zeros" in variant["formula"]:
+        first, last = (int(variant["formula"].split()[i]) for i in (-3, -1))
+        gone = (ids[problem.rows] >= first) & (ids[problem.rows] <= last)
+        return round_to(torch.where(gone[:, None], 0.0, found), variant["output"])
     factor = math.sqrt(weight.shape[1])
     if not variant["formula"].endswith(("factor", "sqrt(width)", "row")):
         factor = float(variant["formula"].split()[-1])

@@ -1,8 +1,10 @@
 """Rotary embedding: forms of real stacks, and changes of one field. Rows are whole heads, side by side.
 
-primitive   `FP64 angles, fma` (the contract), `FP32 angles, mul+add` (transformers), `FP32 angles, fma`, ...
+primitive   `FP64 angles, fma` (the contract), `FP32 angles, mul+add` (transformers), `FP32 angles, fma`, ...; `...,
+            sine's fma` (the cosine's product is rounded, not the sine's)
 rounding    `once` (FP32 table), `table` (rounded to the dtype of the output, products in FP32), `every step` (table and
-            each product, too), `every step, FP32 table`, `angles` (to BF16; then every step), `frequencies` (to BF16)
+            each product, too), `every step, FP32 table`, `angles` (to BF16; then every step), `frequencies` (to BF16);
+            `BF16 table`, `FP16 table` (products in FP32), `BF16 angles`, `FP16 angles` (all else in FP32)
 formula     `halves, theta T`, `neighbours, theta T`; `..., first F of each head`, `..., no scaling`, `..., turned
             back`, `..., factor M` (of the table's numbers: YaRN's attention factor)
 positions   as given; `one more`, `one less`, `from 0`, `to the end` (0 at a sequence's last row), `times F`; `plus N`;
@@ -23,9 +25,14 @@ from zerogap.diagnose.simulate.contract import positions_of, rope_of
 from zerogap.diagnose.simulate.variant import Problem, Variant
 from zerogap.ops.rope import KINDS, attention_factor, frequencies
 
-ROUNDINGS = ("once", "table", "every step", "every step, FP32 table", "angles", "frequencies")
-PRIMITIVES = ("FP64 angles, fma", "FP32 angles, mul+add", "FP32 angles, fma", "FP64 angles, mul+add")
+NARROW = tuple(f"{dtype} {what}" for what in ("table", "angles") for dtype in ("BF16", "FP16"))
+ROUNDINGS = ("once", "table", "every step", "every step, FP32 table", "angles", "frequencies", *NARROW)
+PRIMITIVES = (
+    *("FP64 angles, fma", "FP32 angles, mul+add", "FP32 angles, fma", "FP64 angles, mul+add"),
+    *("FP32 angles, sine's fma", "FP64 angles, sine's fma"),
+)
 POSITIONS = ("as given", "one more", "one less", "from 0", "to the end", "times 2", "times 0.5", "times 0")
+_ONCE = ("once", "table", *NARROW)
 PARTIAL, UNSCALED, BACK, FACTOR = " of each head", ", no scaling", ", turned back", ", factor "
 REACH, RUNS = 4096, 64  # steps that a row may stand beyond its position; runs of rows that are written out
 PARTS = (0.5, 0.25, 0.75)
@@ -136,6 +143,10 @@ def applies(variant: Variant, problem: Problem) -> bool:
         return False
     if problem.recorded == "fp32" and variant["rounding"] in ("every step", "every step, FP32 table", "table"):
         return False
+    if problem.recorded == "bf16" and variant["rounding"] == "BF16 table":
+        return False
+    if variant["rounding"] not in _ONCE and variant["primitive"].endswith("sine's fma"):
+        return False
     if variant["rounding"] == "frequencies" and variant["primitive"].startswith("FP64"):
         return False
     return UNSCALED not in variant["formula"] or rope_of(problem.parameters).kind != "default"
@@ -168,9 +179,11 @@ def _turned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x cos - y sin, y cos + x sin, not yet rounded at the end."""
     cos, sin = cos.expand_as(x), sin.expand_as(x)
-    if variant["rounding"] not in ("once", "table"):
+    if variant["rounding"] not in _ONCE:
         xc, ys, yc, xs = (round_to(t, storage) for t in (x * cos, -y * sin, y * cos, x * sin))
         return xc + ys, yc + xs
+    if variant["primitive"].endswith("sine's fma"):
+        return fma(-y, sin, x * cos), fma(x, sin, y * cos)
     if variant["primitive"].endswith("fma"):
         return fma(x, cos, -(y * sin)), fma(y, cos, x * sin)
     return x * cos - y * sin, y * cos + x * sin
@@ -198,11 +211,14 @@ def _table(variant: Variant, problem: Problem, size: int) -> tuple[torch.Tensor,
         if variant["rounding"] == "frequencies":
             narrow = round_to(narrow, "bf16")
         angles = positions[:, None].to(FP32) * narrow
-    if variant["rounding"] == "angles":
-        angles = round_to(angles, "bf16")
+    rounding = variant["rounding"]
+    if rounding.endswith("angles"):
+        angles = round_to(angles, "fp16" if rounding.startswith("FP16") else "bf16")
     cos, sin = ((t * factor).to(FP32) for t in (angles.cos(), angles.sin()))
-    if variant["rounding"] in ("once", "every step, FP32 table"):
+    if rounding in ("once", "every step, FP32 table", *NARROW[2:]):
         return cos, sin
+    if rounding in NARROW:
+        return round_to(cos, rounding[:4].lower()), round_to(sin, rounding[:4].lower())
     return round_to(cos, problem.recorded), round_to(sin, problem.recorded)
 
 

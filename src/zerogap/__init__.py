@@ -21,13 +21,17 @@ __version__ = "0.1.0"
 _HOME = {
     "ConfigError": "zerogap.errors",
     "ContractError": "zerogap.errors",
+    "Definition": "zerogap.diagnose.trace",
     "Engine": "zerogap.rollout.engine",
     "Numerics": "zerogap.numerics",
     "ParityError": "zerogap.errors",
     "PolicyLoss": "zerogap.rl.loss",
+    "Recorder": "zerogap.diagnose.adapters.recorder",
     "Sample": "zerogap.types",
+    "SequenceTrace": "zerogap.diagnose.trace",
     "SamplingKey": "zerogap.types",
     "SamplingParams": "zerogap.types",
+    "TorchSide": "zerogap.diagnose.adapters.torch_side",
     "TrainBatch": "zerogap.types",
     "Trainer": "zerogap.train.trainer",
     "ZerogapError": "zerogap.errors",
@@ -35,8 +39,11 @@ _HOME = {
     "diagnose": "zerogap.diagnose.run",
     "capture": "zerogap.diagnose.adapters.capture",
     "group_advantages": "zerogap.rl.advantage",
+    "load_trace": "zerogap.diagnose.trace",
     "open_model": "zerogap.weights",
     "preset": "zerogap.numerics",
+    "save_trace": "zerogap.diagnose.trace",
+    "sketch": "zerogap.diagnose.sketch",
 }
 
 

@@ -87,13 +87,46 @@ _MODULES = {
     "mlp.act_fn": "activation",
     "mlp.gate": "router",
 }
-_TOP = {"embed_tokens": "embed", "norm": "final_norm", "lm_head": "lm_head"}
+# Further spellings, of models written by hand.
+_ATTENTION = ("self_attn", "attention", "attn", "self_attention")
+_MLP = ("mlp", "feed_forward", "ffn", "moe", "block_sparse_moe")
+_PARTS = {
+    **{f"{part}{end}": f"{part}_proj" for part in "qkv" for end in ("", "_proj")},
+    **{f"w{part}": f"{part}_proj" for part in "qkv"},
+    **dict.fromkeys(("o", "wo", "out", "o_proj", "out_proj"), "o_proj"),
+    **{spelling: spelling for spelling in ("q_norm", "k_norm")},
+}
+_MLP_PARTS = {
+    **{f"{part}{end}": f"{part}_proj" for part in ("up", "down") for end in ("", "_proj")},
+    "gate_proj": "gate_proj",
+    "router": "router",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+}
+_SPELLINGS = {
+    **{f"{block}.{part}": node for block in _ATTENTION for part, node in _PARTS.items()},
+    **{f"{block}.{part}": node for block in _MLP for part, node in _MLP_PARTS.items()},
+    **{f"{block}.gate": "router" for block in ("moe", "block_sparse_moe")},
+    **dict.fromkeys(("norm1", "attention_norm", "attn_norm", "input_norm", "ln_1"), "input_norm"),
+    **dict.fromkeys(("norm2", "ffn_norm", "mlp_norm", "moe_norm", "post_norm", "ln_2"), "post_norm"),
+    **_MODULES,
+}
+_TOP = {
+    **dict.fromkeys(("embed_tokens", "embedding", "embed", "tok_embeddings", "wte"), "embed"),
+    **dict.fromkeys(("norm", "final_norm", "ln_f"), "final_norm"),
+    **dict.fromkeys(("lm_head", "head", "output"), "lm_head"),
+}
+_ROOTS = ("", "model", "transformer", "decoder", "language_model", "model.language_model")
 
 
 def canonical(module: str) -> str | None:
-    """The node that a module's output belongs to (`model.layers.3.self_attn.q_proj` -> `3.q_proj`), or None."""
+    """The node that a module's output belongs to (`model.layers.3.self_attn.q_proj` -> `3.q_proj`; `layers`, `blocks`
+    and `h` hold decoder layers), or None. Of further spellings those that can mean one thing only are known; `w1`, `w2`
+    and `w3` are gate, down and up, as in Llama."""
     name = re.sub(r"^(_fsdp_wrapped_module\.|module\.|_orig_mod\.)+", "", module)
-    if found := re.search(r"(?:^|\.)layers\.(\d+)\.(.+)$", name):
-        node = _MODULES.get(found[2])
+    if found := re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(.+)$", name):
+        node = _SPELLINGS.get(found[2])
         return node and f"{found[1]}.{node}"
-    return _TOP.get(name.rsplit(".", 1)[-1])
+    root, _, last = name.rpartition(".")
+    return _TOP.get(last) if root in _ROOTS or last in ("embed_tokens", "norm", "lm_head") else None

@@ -1,5 +1,7 @@
 """Capture by hooks: every operator's rows, the same bits with and without, nothing left behind."""
 
+import collections
+
 import numpy as np
 import pytest
 import torch
@@ -277,3 +279,73 @@ def test_an_engines_fused_modules_are_taken_apart():
     assert_same_bits(rows["0.residual_attention"], rows["embed"] + rows["0.o_proj"], "copied before it is written to")
     assert_same_bits(rows["0.residual_mlp"], rows["0.residual_attention"] + rows["0.down_proj"], "residual")
     assert seen.forwards[0].positions.tolist() == [[0, 1, 2, 3, 4]]
+
+
+class OwnLayer(torch.nn.Module):
+    """Linear attention of no use, and a gated MLP, under spellings of the reader's own."""
+
+    def __init__(self, spelled):
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.RMSNorm(8), torch.nn.RMSNorm(8)
+        self.attention, self.feed_forward = torch.nn.Module(), torch.nn.Module()
+        for name in ("q", "k", "v", "out"):
+            self.attention.register_module(name, torch.nn.Linear(8, 8))
+        for name in spelled:
+            self.feed_forward.register_module(name, torch.nn.Linear(8, 8))
+        self.spelled = spelled
+
+    def forward(self, x):
+        normed = self.norm1(x)
+        own = self.attention
+        x = x + own.out(own.q(normed) + own.k(normed) + own.v(normed))
+        gate, up, down = (getattr(self.feed_forward, name) for name in self.spelled)
+        return x + down(gate(self.norm2(x)) * up(self.norm2(x)))
+
+
+class OwnModel(torch.nn.Module):
+    def __init__(self, spelled=("w1", "w3", "w2")):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 8)
+        self.layers = torch.nn.ModuleList(OwnLayer(spelled) for _ in range(2))
+        self.ln_f, self.head = torch.nn.RMSNorm(8), torch.nn.Linear(8, 20)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.ln_f(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spelled", [("w1", "w3", "w2"), ("gate", "up", "down"), ("gate_proj", "up_proj", "down_proj")])
+def test_usual_spellings_are_known(spelled):
+    model = OwnModel(spelled)
+    with zg.capture(model) as seen:
+        model(torch.tensor([1, 2, 3]))
+        model(torch.tensor([4, 5]))
+    known = {n.name for n in model_nodes(2, qk_norm=False)}
+    unseen = {f"{i}.{part}_rope" for i in (0, 1) for part in "qk"} | {"logprob"}
+    assert set(seen.boundaries()) == known - unseen
+    assert seen.unrecognised == () and seen.note() == ""
+    made = seen.trace("own", [1, 1])
+    assert [len(s.ids) for s in made.sequences] == [3, 2]
+    assert_same_bits(
+        made.recorded.boundaries["0.q_proj"][:3],
+        model.layers[0].attention.q(model.layers[0].norm1(model.embedding(torch.tensor([1, 2, 3])))),
+        "rows of the first pass",
+    )
+
+
+@torch.no_grad()
+def test_unknown_spellings_are_noted_and_can_be_named():
+    parts = {"start": torch.nn.Embedding(20, 8), "norm": torch.nn.Identity(), "heights": torch.nn.Linear(8, 20)}
+    model = torch.nn.Sequential(collections.OrderedDict(parts))
+    with zg.capture(model) as seen:
+        model(torch.tensor([1, 2, 3]))
+    assert set(seen.unrecognised) == {"start", "heights"}
+    with pytest.warns(UserWarning, match="start, heights"):
+        made = seen.trace("own", [1], logprobs=[np.zeros(3, np.float32)])
+    assert "start" in made.recorded.note and not made.recorded.meaning
+    with zg.capture(model, names={"start": "embed", "(h)eights": r"lm_\1ead"}) as seen:
+        model(torch.tensor([1, 2, 3]))
+    assert set(seen.boundaries()) == {"embed", "final_norm", "lm_head"} and seen.unrecognised == ()

@@ -19,6 +19,7 @@ import contextvars
 import dataclasses
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from zerogap.diagnose.trace import Definition, Pass, SequenceTrace, Trace
 from zerogap.errors import ConfigError
 
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+LISTED = 6  # names in a note
 RAW = Definition(temperature=1.0, processed=False)
 RESIDUAL_MEANING = "residual stream after the addition"
 
@@ -61,10 +63,16 @@ class Forward:
 
 
 class Capture:
-    """The recording of all forward passes inside one `capture` block."""
+    """The recording of all forward passes inside one `capture` block.
+
+    Attributes:
+        forwards: one by one.
+        unrecognised: modules with weights whose names stand for no known operator; recorded under their own names.
+    """
 
     def __init__(self, keep: Callable[[str], bool] | None = None) -> None:
         self.forwards: list[Forward] = []
+        self.unrecognised: tuple[str, ...] = ()
         self._keep = keep
         self._open: Forward | None = None
 
@@ -79,8 +87,15 @@ class Capture:
 
     def meaning(self) -> dict[str, str]:
         """Words on the boundaries that need them, by name."""
-        names = {name for forward in self.forwards for name in forward.tensors}
-        return {name: RESIDUAL_MEANING for name in sorted(names) if ".residual_" in name}
+        return {name: RESIDUAL_MEANING for name in sorted(self.boundaries()) if ".residual_" in name}
+
+    def note(self) -> str:
+        """What was not recognised, in words; empty if nothing."""
+        if not self.unrecognised:
+            return ""
+        first = ", ".join(self.unrecognised[:LISTED])
+        more = f" and {len(self.unrecognised) - LISTED} more" if len(self.unrecognised) > LISTED else ""
+        return f"modules of no known operator: {first}{more}; name them by zg.capture(model, names={{pattern: node}})"
 
     def trace(
         self,
@@ -116,7 +131,10 @@ class Capture:
             split = rows["lm_head"].split([len(part) for part in ids])
             logprobs = [defined_logprobs(part, values, RAW) for part, values in zip(ids, split)]
         sequences = tuple(SequenceTrace(part, length) for part, length in zip(ids, prompt_lengths))
-        recorded = Pass(tuple(logprobs), definition=definition or Definition(), boundaries=rows, meaning=self.meaning())
+        if note := self.note():
+            warnings.warn(note, stacklevel=2)
+        stated = definition or Definition()
+        recorded = Pass(tuple(logprobs), definition=stated, boundaries=rows, meaning=self.meaning(), note=note)
         return Trace(name, sequences, (recorded,), **facts)
 
     # What the hooks call.
@@ -223,17 +241,40 @@ def _num_layers(names: Sequence[str]) -> int:
     return max(found, default=-1) + 1
 
 
-def node_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Node name -> the module that computes it (`experts`: the routed block; `activation` has none)."""
+_ROUTED = re.compile(r"(?:layers|blocks|h)\.(\d+)\.(?:mlp|feed_forward|ffn|moe|block_sparse_moe)$")
+
+
+def own_name(module: str, names: Mapping[str, str]) -> str | None:
+    """The node that a mapping of patterns (of whole module names) to node names gives a module, or None."""
+    for pattern, node in names.items():
+        if found := re.fullmatch(pattern, module):
+            return found.expand(node)
+    return None
+
+
+def node_modules(model: torch.nn.Module, names: Mapping[str, str] | None = None) -> dict[str, torch.nn.Module]:
+    """Node name -> the module that computes it (`experts`: the routed block; `activation` has none).
+
+    Args:
+        names: see `capture`; goes before the names that are known.
+    """
     found: dict[str, torch.nn.Module] = {}
-    for raw, module in model.named_modules(remove_duplicate=False):
-        name = plain_name(raw)
+    modules = {plain_name(raw): module for raw, module in model.named_modules(remove_duplicate=False)}
+    for name, module in modules.items():
+        if (own := own_name(name, names or {})) is not None:
+            found[own] = module
+            continue
         node = canonical(name)
+        block, _, part = name.rpartition(".")
+        if part == "gate" and (f"{block}.up" in modules or f"{block}.up_proj" in modules):
+            layer = re.search(r"(?:layers|blocks|h)\.(\d+)\.\w+$", block)
+            node = f"{layer[1]}.gate_proj" if layer else None  # of a gated MLP, no router
         if node is not None and node.endswith((".activation", ".attention")):
             continue  # read at the module that takes them: what `act_fn` and `attn` return differs between stacks
-        if node is None and (routed := re.search(r"layers\.(\d+)\.mlp$", name)):
+        if node is None and (routed := _ROUTED.search(name)):
             children = {plain_name(child) for child, _ in module.named_children()}
-            node = f"{routed[1]}.experts" if "gate" in children else None
+            known = children & {"gate", "router"} and (name.endswith(".mlp") or "experts" in children)
+            node = f"{routed[1]}.experts" if known and not children & {"up", "up_proj"} else None
         if node is not None:
             found[node] = module
     return found
@@ -241,18 +282,25 @@ def node_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextlib.contextmanager
 def capture(
-    model: torch.nn.Module, *, keep: Callable[[str], bool] | None = None, rope: bool = False
+    model: torch.nn.Module,
+    *,
+    keep: Callable[[str], bool] | None = None,
+    rope: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> Iterator[Capture]:
-    """Record what a model computes inside the block.
+    """Record what a model computes inside the block, over one or several forward passes.
 
     Args:
         model: the root module whose forward passes are recorded, wrapped or not.
         keep: which boundaries to keep, by name; None: all.
         rope: record queries and keys after RoPE too; the model must be one of transformers.
+        names: regular expression of a whole module name -> name of its output's node, for modules whose names are not
+            known: `{r"stack\\.(\\d+)\\.to_q": r"\\1.q_proj"}`. Modules with weights that stay unknown are listed in
+            `Capture.unrecognised` and keep their own names.
     """
     seen = Capture(keep)
     with contextlib.ExitStack() as undo:
-        for handle in _hooks(model, seen):
+        for handle in _hooks(model, seen, names or {}):
             undo.callback(handle.remove)
         if rope:
             undo.enter_context(watch_attention(model, _record_rope(model, seen)))
@@ -270,10 +318,11 @@ def _record_rope(model: torch.nn.Module, seen: Capture) -> "Watcher":
     return watch
 
 
-def _hooks(model: torch.nn.Module, seen: Capture) -> Iterator[Any]:
+def _hooks(model: torch.nn.Module, seen: Capture, names: Mapping[str, str]) -> Iterator[Any]:
     """Handles of all hooks; the root's are first and last."""
-    nodes = node_modules(model)
-    last = f"{_num_layers(list(nodes)) - 1}.residual_mlp"
+    nodes = node_modules(model, names)
+    layers = _num_layers(list(nodes))
+    last = f"{layers - 1}.residual_mlp" if layers else ""
 
     def begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen._begin(open_forward(args, kwargs))
@@ -292,6 +341,8 @@ def _hooks(model: torch.nn.Module, seen: Capture) -> Iterator[Any]:
     for raw, module in model.named_modules():
         name = plain_name(raw)
         if id(module) not in known and name and not any(module.children()) and canonical(name) is None:
+            if any(True for _ in module.parameters(recurse=False)) and ".experts." not in name:
+                seen.unrecognised += (name,)
             yield module.register_forward_hook(_output_hook(seen, name, last))
 
     def end(module: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -341,7 +392,7 @@ def _input_hook(seen: Capture, name: str) -> Callable[..., None]:
 def _output_hook(seen: Capture, name: str, last: str) -> Callable[..., None]:
     """Records an output, and at norms the residual stream: the input, or, where the norm adds, the second output."""
     before = _residual_before(name)
-    before = last if before == "last" else before
+    before = last or None if before == "last" else before
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
         if before is not None:

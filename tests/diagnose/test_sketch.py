@@ -281,3 +281,19 @@ def test_a_norm_that_moved_within_bf16_rounding_is_stale(lr):
     """FP32 weights that began as BF16 numbers: rounding gives the old ones back, yet nothing was rounded."""
     norm = (0.3 + weight(576).float() * 5).to(BF16).float()
     assert called(norm, updated(norm, lr)) == "stale"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_rows_that_lie_in_another_tensor_of_the_module_are_permuted(count: int):
+    generator = torch.Generator().manual_seed(3)
+    names = [f"model.layers.0.mlp.experts.1.{part}_proj.weight" for part in ("gate", "up", "side")[:count]]
+    whole = [torch.randn(24, 16, generator=generator).bfloat16() for _ in names]
+    dealt = torch.stack(whole, 1).flatten(0, 1).chunk(count)
+    stacked = {n: sketch(t) for n, t in zip(names, whole)}
+    interleaved = {n: sketch(t) for n, t in zip(names, dealt)}
+    found = compare_sketches(stacked, interleaved)
+    assert [c.field for c in found] == ["permuted"] * count
+    changed = dealt[0].clone()
+    changed[3, 5] += 1.0
+    found = compare_sketches(stacked, interleaved | {names[0]: sketch(changed)})
+    assert "permuted" not in [c.field for c in found], "one element of another value is no order of rows"

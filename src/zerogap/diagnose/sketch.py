@@ -31,9 +31,10 @@ def sketch(tensor: torch.Tensor) -> dict[str, Any]:
 
     Returns:
         JSON-ready: `dtype`, `shape`; `digest` of the bits; `rows`, `columns`, `sorted_rows`, `sorted_columns` of the
-        values rounded to BF16 (a vector counts as one column), `fp16_rows` of FP32 and FP16 values rounded to FP16;
-        `in_bf16` whether rounding to BF16 changes nothing; `amax`, `mean`, `rms` of finite values, `nonfinite` their
-        complement's count, `constant` whether all elements are equal; `samples` at places that depend on the number of
+        values rounded to BF16 (a vector counts as one column); `row_sum` of the mixed row hashes modulo 2**64, which
+        adds up over tensors; `fp16_rows` of FP32 and FP16 values rounded to FP16; `in_bf16` whether rounding to BF16
+        changes nothing; `amax`, `mean`, `rms` of finite values, `nonfinite` their complement's count, `constant`
+        whether all elements are equal; `samples` at places that depend on the number of
         elements only (None where not finite); `grid`, e.g. `e4m3/block`, or empty.
 
     Raises:
@@ -56,6 +57,7 @@ def sketch(tensor: torch.Tensor) -> dict[str, Any]:
         "columns": _digest(hashes[1]),
         "sorted_rows": _digest(np.sort(hashes[0])),
         "sorted_columns": _digest(np.sort(hashes[1])),
+        "row_sum": f"{int(_mixed(hashes[0].view(np.uint64)).sum(dtype=np.uint64)):016x}",
         "fp16_rows": _digest(_line_hashes(stack, torch.float16)[0]) if floats else "",
         **_statistics(stack),
         "samples": [x if math.isfinite(x) else None for x in picked.tolist()],
@@ -77,11 +79,16 @@ def _digest(array: np.ndarray) -> str:
 def _constants(count: int) -> torch.Tensor:
     """int64 [count]: the hash's multipliers, odd, from splitmix64 of 1, 2, ..."""
     with np.errstate(over="ignore"):
-        x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = _mixed(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
+    return torch.from_numpy(x.view(np.int64))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """uint64 through the finaliser of splitmix64."""
+    with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = (x ^ (x >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(x.view(np.int64))
+        return x ^ (x >> np.uint64(31))
 
 
 def _row_chunks(stack: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -233,6 +240,7 @@ def compare_sketch(
         _tied(name, a, b, all_a, all_b)
         or _by_digests(name, a, b)
         or _swapped(name, a, b, all_a, all_b)
+        or _exchanged(name, a, b, all_a, all_b)
         or _by_samples(name, a, b)
     )
 
@@ -292,6 +300,28 @@ def _swapped(name: str, a: Sketch, b: Sketch, all_a: Mapping[str, Sketch], all_b
             if other != name and one["rows"] == mine["rows"] and one["shape"] == mine["shape"]:
                 return Cause("weights", "swapped", f"{name}: its values are {other} on side {whose}")
     return None
+
+
+def _exchanged(
+    name: str, a: Sketch, b: Sketch, all_a: Mapping[str, Sketch], all_b: Mapping[str, Sketch]
+) -> Cause | None:
+    """Rows that lie in another tensor of the same module (gate and up interleaved, say): the rows of all of the
+    module's tensors that differ are the same ones on both sides. `row_sum` adds up over tensors, in any order."""
+    module = name.removesuffix(".weight").rpartition(".")[0]
+    names = [n for n in all_a if n in all_b and n.removesuffix(".weight").rpartition(".")[0] == module]
+    names = [n for n in names if all_a[n]["rows"] != all_b[n]["rows"] and len(all_a[n]["shape"]) == len(a["shape"])]
+    names = [n for n in names if all_a[n]["shape"][1:] == a["shape"][1:] == all_b[n]["shape"][1:]]
+    if len(names) < 2 or name not in names or len(a["shape"]) < 2:
+        return None
+    sums = []
+    for side in (all_a, all_b):
+        if not all(side[n].get("row_sum") for n in names):  # traces written before there was one
+            return None
+        sums.append(sum(int(side[n]["row_sum"], 16) for n in names) % 2**64)
+    if sums[0] != sums[1] or a["row_sum"] == b["row_sum"]:
+        return None
+    others = ", ".join(n.removesuffix(".weight").rpartition(".")[2] for n in names)
+    return Cause("weights", "permuted", f"{name}: the rows of {others} are the same, but dealt out otherwise")
 
 
 def _by_digests(name: str, a: Sketch, b: Sketch) -> Cause | None:

@@ -9,13 +9,17 @@ router/rounding  weights: `FP32 weights`, `weights` (rounded to the storage dtyp
 router/output    `stored`, `bf16` (logits are rounded before they are read)
 order            of the sum: ascending, descending, by weight; `shared first`
 primitive        products: `chain` (zerogap's kernel), `library: torch.nn.functional.linear`
-operands         stored; `e4m3` (weights in 128x128, rows in 1x128), `e4m3 weights`; `..., gate and up together`;
-                 `..., rounded` (products read the codes' values in the storage dtype)
+split            of the sum over experts: 1; `N ranks` of neighbouring experts, `N ranks, in turns` (expert e on e % N),
+                 summed apart; `N ranks of inner columns` (each computes part of every expert)
+operands         stored; `e4m3`, `e4m3 weights`; `..., rounded` (products read the codes' values in the storage dtype)
+block            of the codes: `RxC` of weights, with 1xC of rows (`all`: no border)
+scale            of the codes: `fp32`, `pow2`; `..., gate and up together`
 accumulate       fma, `fp32` (multiply, then add), `storage` (the sum is rounded after every expert)
-rounding         `inner once` (SiLU times up), `activation first`; `..., weighted outputs` (each is rounded)
+rounding         `inner once` (SiLU times up), `activation first`; `..., weighted outputs` (each is rounded);
+                 `..., wide products` (the down product is not rounded before its weight)
 output           bf16, fp16, fp32
 formula          plain (SiLU); `activation F`, F a formula of `activation`; weight on input; no shared experts; shared
-                 experts alone; `first of the chosen only`;
+                 experts alone; `shared experts times F`; `first of the chosen only`;
                  `capacity F` (an expert takes F times its even share of a sequence's rows, the first ones)
 """
 
@@ -34,6 +38,10 @@ SCORINGS = ("softmax, normalised", "softmax", "softmax of the chosen", "sigmoid,
 IN_WEIGHTS, IGNORED, WEIGHTED = ", bias in weights", ", bias ignored", ", weighted outputs"
 ACTIVATION, UNGROUPED, BY_LARGEST = "activation ", ", groups ignored", ", groups by largest"
 FUSED, ROUNDED, CAPACITIES = ", gate and up together", ", rounded", (1.0, 1.25, 1.5, 2.0)
+WIDE, SHARED_TIMES, INNER, IN_TURNS = ", wide products", "shared experts times ", " of inner columns", ", in turns"
+BLOCK = "128x128"
+BLOCKS = tuple(f"{r}x{c}" for r in ("all", "1", "32", "64", "128") for c in ("all", "128", "64", "32"))
+SPLITS = tuple(f"{n} ranks{end}" for n in (2, 4, 8) for end in ("", IN_TURNS, INNER))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,8 +88,11 @@ def bases(problem: Problem) -> list[Variant]:
             "router/rounding": "FP32 weights",
             "router/output": "stored",
             "order": "ascending",
+            "split": "1",
             "primitive": "chain",
             "operands": "stored",
+            "block": "none",
+            "scale": "none",
             "accumulate": "fma",
             "rounding": "inner once",
             "output": problem.recorded,
@@ -129,8 +140,11 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(order=order)
     for accumulate in ("fma", "fp32", "storage"):
         yield variant.but(accumulate=accumulate)
-    for rounding in ("inner once", "activation first", f"inner once{WEIGHTED}", f"activation first{WEIGHTED}"):
-        yield variant.but(rounding=rounding)
+    for inner in ("inner once", "activation first"):
+        for end in ("", WEIGHTED, WIDE, f"{WEIGHTED}{WIDE}"):
+            yield variant.but(rounding=f"{inner}{end}")
+    for split in ("1", *SPLITS):
+        yield variant.but(split=split)
     for formula in (
         "plain",
         "weight on input",
@@ -146,11 +160,24 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         *(f"capacity {c:g}" for c in CAPACITIES),
     ):
         yield variant.but(formula=formula)
-    coded = [f"{operands}{fused}" for operands in ("e4m3", "e4m3 weights") for fused in ("", FUSED)]
-    for operands in ("stored", *(f"{name}{end}" for name in coded for end in ("", ROUNDED))):
-        yield variant.but(operands=operands)
+    yield from _coded_changes(variant)
     for primitive in ("chain", TORCH):
         yield variant.but(primitive=primitive)
+    if applies(variant.but(formula="no shared experts"), problem):
+        for factor in problem.once("shared factors", lambda: _shared_factors(variant, problem)):
+            yield variant.but(formula=f"{SHARED_TIMES}{shown.name(factor)}")
+
+
+def _coded_changes(variant: Variant) -> Iterator[Variant]:
+    """Other formats of the products' operands, with their blocks and scales."""
+    yield variant.but(operands="stored", block="none", scale="none")
+    held = variant["block"] if variant["operands"] != "stored" else BLOCK
+    how = variant["scale"] if variant["operands"] != "stored" else "fp32"
+    for operands in (f"{name}{end}" for name in ("e4m3", "e4m3 weights") for end in ("", ROUNDED)):
+        for scale in (f"{kind}{fused}" for kind in ("fp32", "pow2") for fused in ("", FUSED)):
+            yield variant.but(operands=operands, block=held, scale=scale)
+        for block in BLOCKS:
+            yield variant.but(operands=operands, block=block, scale=how)
 
 
 def _scales(variant: Variant, problem: Problem) -> list[float]:
@@ -162,24 +189,44 @@ def _scales(variant: Variant, problem: Problem) -> list[float]:
     return [] if found is None else shown.near(found, 2e-3, 10)
 
 
+def _shared_factors(variant: Variant, problem: Problem) -> list[float]:
+    """Factors of the shared experts that the rows show: what is left of them without the routed sum."""
+    few = torch.arange(0, len(problem.out), max(1, len(problem.out) // 12))
+    part = problem.narrowed(few, torch.arange(problem.out.shape[1]))
+    routed, both = (simulate(variant.but(formula=f), part) for f in ("no shared experts", "plain"))
+    found = shown.factor(both - routed, part.expected - routed, 0.05)
+    return [] if found is None else shown.near(found, 2e-3, 10)
+
+
 def applies(variant: Variant, problem: Problem) -> bool:
     """True if logits and all experts' weights are known."""
     if len(problem.inputs) != 2 or problem.number("top_k") is None:
         return False
     layer = _layer(problem)
     whole = len(layer.experts) == problem.inputs[1].shape[1] and all(len(e) == 3 for e in layer.experts.values())
-    if variant["formula"] in ("no shared experts", "shared experts alone", "shared first") and not layer.shared:
+    of_shared = ("no shared experts", "shared experts alone", "shared first")
+    if variant["formula"].startswith((*of_shared, SHARED_TIMES)) and not layer.shared:
+        return False
+    if variant["split"] != "1" and (variant["formula"] == "shared first" or not _divides(variant["split"], layer)):
         return False
     if problem.storage == "fp32":
         narrow = (variant["router/rounding"] == "weights", "activation" in variant["rounding"])
-        if any(narrow) or WEIGHTED in variant["rounding"] or variant["accumulate"] == "storage":
+        ends = any(end in variant["rounding"] for end in (WEIGHTED, WIDE))
+        if any(narrow) or ends or variant["accumulate"] == "storage":
             return False
     return whole
 
 
+def _divides(split: str, layer: _Layer) -> bool:
+    """True if experts, or their inner columns, can be dealt out evenly, more than one to each."""
+    inner = next((e["down"].shape[1] for e in layer.experts.values() if "down" in e), 0)
+    count, ranks = inner if split.endswith(INNER) else len(layer.experts), int(split.split()[0])
+    return count % ranks == 0 and count >= 2 * ranks
+
+
 def cost(variant: Variant) -> int:
-    """1: weights are quantised first."""
-    return int(variant["operands"] != "stored")
+    """1: weights are quantised first; 2: in other blocks than usual ones."""
+    return 0 if variant["operands"] == "stored" else 1 if variant["block"] == BLOCK else 2
 
 
 def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
@@ -191,27 +238,31 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     if variant["formula"].startswith("capacity"):
         weights = weights * _kept(variant, problem, layer)[problem.rows]
     on_input = variant["formula"] == "weight on input"
-    inner = variant["rounding"].removesuffix(WEIGHTED)
-    how = (variant["operands"], variant["primitive"], inner, _activation(variant["formula"]), storage)
+    coding = (variant["operands"], variant["block"], variant["scale"])
+    inner = variant["rounding"].replace(WEIGHTED, "")
+    how = (coding, variant["primitive"], inner, _activation(variant["formula"]), storage)
+    parts = int(variant["split"].split()[0]) if variant["split"].endswith(INNER) else 1
     if on_input:
         rows = [
-            _mlp((x.to(FP32) * weights[:, i, None]).to(x.dtype), layer, chosen[:, i], how)
+            _mlp((x.to(FP32) * weights[:, i, None]).to(x.dtype), layer, chosen[:, i], how, parts)
             for i in range(chosen.shape[1])
         ]
         outs, weights = torch.stack(rows, 1), torch.ones_like(weights)
     else:
         outs = problem.once(
-            ("outs", *key[:2], how, variant["router/output"]),
-            lambda: torch.stack([_mlp(x, layer, chosen[:, i], how) for i in range(chosen.shape[1])], 1),
+            ("outs", *key[:2], how, variant["router/output"], parts),
+            lambda: torch.stack([_mlp(x, layer, chosen[:, i], how, parts) for i in range(chosen.shape[1])], 1),
         )
     shared = _shared(x, layer, how, problem) if layer.shared and variant["formula"] != "no shared experts" else None
+    if shared is not None and variant["formula"].startswith(SHARED_TIMES):
+        shared = round_to(shared * float(variant["formula"].removeprefix(SHARED_TIMES)), storage)
     if variant["formula"] == "first of the chosen only":
         outs, weights = outs[:, :1], weights[:, :1]
     if variant["formula"] == "one weight for all":
         weights = torch.full_like(weights, 1.0 / weights.shape[1])
     if variant["formula"] == "shared experts alone":
         outs, weights = outs[:, :0], weights[:, :0]
-    total = _combined(outs, weights, chosen, shared, variant, storage)
+    total = _over_ranks(outs, weights, chosen, shared, variant, storage, len(layer.experts))
     return round_to(total, variant["output"])[:, problem.columns]
 
 
@@ -251,7 +302,8 @@ def _choice(
     if variant["router/output"] == "bf16":
         logits = round_to(logits, "bf16")
     formula, k = variant["router/formula"], int(problem.number("top_k") or 1)
-    k = int(formula.split()[-1]) if ", top " in formula else k
+    other = re.search(r", top (\d+)", formula)
+    k = int(other[1]) if other else k
     scores = torch.sigmoid(logits) if formula.startswith("sigmoid") else torch.softmax(logits, -1)
     biased = scores if layer.bias is None or IGNORED in formula else scores + layer.bias.to(FP32)
     groups, kept = (int(problem.number(n) or 1) for n in ("groups", "top_groups"))
@@ -282,51 +334,93 @@ def _of_groups(scores: torch.Tensor, groups: int, kept: int, summed: int) -> tor
     return parts.masked_fill(~inside[..., None], float("-inf")).flatten(-2)
 
 
-def _linear(x: torch.Tensor, w: torch.Tensor, operands: str, primitive: str, storage: str) -> torch.Tensor:
+def _linear(x: torch.Tensor, w: torch.Tensor, coding: tuple[str, str, str], primitive: str) -> torch.Tensor:
+    """Not rounded to the storage dtype, but by a library."""
+    operands, block, scale = coding
     if operands != "stored":
         narrow = x.dtype if operands.endswith(ROUNDED) else FP32
-        w, x = _coded(w, 128), x if operands.startswith("e4m3 weights") else _coded(x, 1)
+        tall, wide = (0 if n == "all" else int(n) for n in block.split("x"))
+        two = scale.startswith("pow2")
+        w = _coded(w, tall, wide, two)
+        x = x if operands.startswith("e4m3 weights") else _coded(x, 1, wide, two)
         w, x = w.to(narrow), x.to(narrow)
     if primitive.startswith(LIBRARY):
-        return round_to(torch.nn.functional.linear(x, w).to(FP32), storage)
-    return round_to(dots.native(x, w), storage)
+        return torch.nn.functional.linear(x, w).to(FP32)
+    return dots.native(x, w)
 
 
-def _coded(value: torch.Tensor, tall: int) -> torch.Tensor:
-    """Through E4M3 and back, in blocks of tall x 128, FP32."""
-    out = torch.empty_like(value, dtype=FP32)
-    for i in range(0, len(value), tall if tall > 1 else max(1, len(value))):
-        for j in range(0, value.shape[1], 128):
-            block = value[i : i + (tall if tall > 1 else len(value)), j : j + 128].to(FP32)
-            amax = block.abs().amax(1, keepdim=True) if tall == 1 else block.abs().amax()
-            grid, scales = quantise_e4m3(block, amax.expand(block.shape), 448.0, False)
-            out[i : i + len(block), j : j + 128] = grid * scales
-    return out
+def _coded(value: torch.Tensor, tall: int, wide: int, power_of_two: bool) -> torch.Tensor:
+    """Through E4M3 and back, in blocks of tall x wide (0: all), FP32."""
+    rows, columns = value.shape
+    tall, wide = min(tall or rows, rows) or 1, min(wide or columns, columns) or 1
+    padded = torch.nn.functional.pad(value.to(FP32), (0, -columns % wide, 0, -rows % tall))
+    blocks = padded.view(len(padded) // tall, tall, padded.shape[1] // wide, wide)
+    amax = blocks.abs().amax((1, 3), keepdim=True).expand(blocks.shape)
+    grid, scales = quantise_e4m3(blocks, amax, 448.0, power_of_two)
+    return (grid * scales).reshape(padded.shape)[:rows, :columns].contiguous()
 
 
-def _mlp(x: torch.Tensor, layer: _Layer, experts: torch.Tensor, how: tuple) -> torch.Tensor:
-    """Each row through its own expert: FP32 values of the storage dtype."""
-    out = torch.zeros(x.shape, dtype=FP32)
+def _mlp(x: torch.Tensor, layer: _Layer, experts: torch.Tensor, how: tuple, parts: int) -> torch.Tensor:
+    """Each row through its own expert: FP32 [rows, H] of the storage dtype, or not rounded; parts > 1: [rows, parts,
+    H], each of its share of the inner columns."""
+    out = torch.zeros(len(x), parts, x.shape[1], dtype=FP32)
     for expert in experts.unique().tolist():
         rows = (experts == expert).nonzero()[:, 0]
-        out[rows] = _gated(x[rows], layer.experts[expert], how)
-    return out
+        out[rows] = _gated(x[rows], layer.experts[expert], how, parts)
+    return out[:, 0] if parts == 1 else out
 
 
-def _gated(x: torch.Tensor, weights: dict[str, torch.Tensor], how: tuple) -> torch.Tensor:
-    operands, primitive, inner, formula, storage = how
-    if FUSED in operands:
+def _gated(x: torch.Tensor, weights: dict[str, torch.Tensor], how: tuple, parts: int = 1) -> torch.Tensor:
+    """FP32 [rows, parts, H]."""
+    coding, primitive, inner, formula, storage = how
+    if FUSED in coding[2]:
         both = torch.cat([weights["gate"], weights["up"]]).to(x.dtype)
-        gate, up = _linear(x, both, operands, primitive, storage).chunk(2, -1)
+        gate, up = round_to(_linear(x, both, coding, primitive), storage).chunk(2, -1)
     else:
-        gate, up = (_linear(x, weights[p].to(x.dtype), operands, primitive, storage) for p in ("gate", "up"))
-    silu, rounding = ("contract", "once") if inner == "inner once" else ("torch silu", "activation first")
+        gate, up = (round_to(_linear(x, weights[p].to(x.dtype), coding, primitive), storage) for p in ("gate", "up"))
+    once = inner.startswith("inner once")
+    silu, rounding = ("contract", "once") if once else ("torch silu", "activation first")
     middle = activation.gated(gate, up, formula, silu, rounding, storage).to(x.dtype)
-    return _linear(middle, weights["down"].to(x.dtype), operands, primitive, storage)
+    down = weights["down"].to(x.dtype)
+    wide = inner.endswith(WIDE)
+    if wide and primitive.startswith(LIBRARY):
+        middle, down = middle.to(FP32), down.to(FP32)
+    pairs = zip(middle.chunk(parts, -1), down.chunk(parts, -1), strict=True)
+    outs = torch.stack([_linear(m.contiguous(), d.contiguous(), coding, primitive) for m, d in pairs], 1)
+    return outs if wide else round_to(outs, storage)
 
 
 def _shared(x: torch.Tensor, layer: _Layer, how: tuple, problem: Problem) -> torch.Tensor:
-    return problem.once(("shared", how), lambda: _gated(x, layer.shared, how))
+    return problem.once(("shared", how), lambda: _gated(x, layer.shared, how)[:, 0])
+
+
+def _over_ranks(
+    outs: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    shared: torch.Tensor | None,
+    variant: Variant,
+    storage: str,
+    count: int,
+) -> torch.Tensor:
+    """The sum over all chosen experts: at once, or of the ranks' sums, rank by rank; the shared experts last."""
+    split, narrow = variant["split"], variant["accumulate"] != "fma"
+    if split == "1" or not outs.shape[1]:
+        return _combined(outs, weights, chosen, shared, variant, storage)
+    ranks = int(split.split()[0])
+    sums = []
+    for rank in range(ranks):
+        if split.endswith(INNER):
+            mine, theirs = weights, outs[:, :, rank]
+        else:
+            held = chosen % ranks if split.endswith(IN_TURNS) else chosen // (count // ranks)
+            mine = torch.where(held[:, : weights.shape[1]] == rank, weights, torch.zeros(()))
+            theirs = outs
+        sums.append(round_to(_combined(theirs, mine, chosen, None, variant, storage), storage))
+    total = sums[0]
+    for part in sums[1:]:
+        total = round_to(total + part, storage) if narrow else total + part
+    return total if shared is None else round_to(total, storage) + shared
 
 
 def _combined(
@@ -349,7 +443,7 @@ def _combined(
         outs = outs.gather(1, places[..., None].expand_as(outs))
         weights = weights.gather(1, places)
     start = shared if shared is not None and variant["formula"] == "shared first" else None
-    total = torch.zeros(outs.shape[0], outs.shape[2]) if start is None else start
+    total = torch.zeros(outs.shape[0], outs.shape[-1]) if start is None else start
     for i in range(outs.shape[1]):
         factor = weights[:, i, None].expand_as(outs[:, i])
         if WEIGHTED in variant["rounding"]:

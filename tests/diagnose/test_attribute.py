@@ -44,6 +44,7 @@ CASES = {
     "rope": (cases.rope(), (cases.ROWS, 128), BF16),
     "rope fp32": (cases.rope(FP32), (cases.ROWS, 128), FP32),
     "attention": (cases.attention(lengths=[70, 27]), (97, 256), BF16),
+    "attention fp32": (cases.attention(FP32, lengths=[70, 27]), (97, 256), FP32),
     "logprob": (cases.logprob(), (cases.ROWS, 1), FP32),
     "embedding": (cases.embedding(), (cases.ROWS, 96), BF16),
     "experts": (cases.experts(shared=True), (cases.ROWS, 64), BF16),
@@ -112,6 +113,9 @@ PLANTS = [
     ("attention", "scale", 1, {"scale": "times 1.3"}),
     ("attention", "formula", 1, {"formula": "softcap 20"}),
     ("attention", "formula", 1, {"formula": "softcap 7"}),
+    ("attention", "formula", 1, {"formula": "sink"}),
+    ("attention", "formula", 1, {"formula": "sinks 1.5"}),
+    ("attention fp32", "primitive", 6, {"primitive": "torch exp, reciprocal"}),
     ("logprob", "rounding", 1, {"rounding": "log-softmax"}),
     ("logprob", "order", 3, {"order": "4 shards"}),
     ("logprob", "formula", 1, {"formula": "log(softmax + 0.0001)"}),
@@ -131,6 +135,7 @@ PLANTS = [
     ("embedding", "formula", 0, {"formula": "row times sqrt(width)"}),
     ("embedding", "formula", 0, {"formula": "row times 12"}),
     ("embedding", "formula", 0, {"formula": "row, zeros of ids 24 to 47"}),
+    ("embedding", "formula", 0, {"formula": "row, times 0 of ids 24 to 47"}),
     ("experts", "order", 1, {"order": "descending"}),
     ("experts", "accumulate", 1, {"accumulate": "fp32"}),
     ("experts", "formula", 1, {"formula": "no shared experts"}),
@@ -179,6 +184,15 @@ def test_both_sides_quantise(field: str, one: str, other: str) -> None:
     sides = [planted(given, 0, shape, dtype, **(form | {field: value})) for value in (one, other)]
     found = attribute(given, *sides)
     assert found.cause.name == f"linear/{field}" and found.a is not None and found.b is not None, found
+
+
+def test_blocks_of_keys_in_the_other_direction() -> None:
+    """Named though the blocks themselves are no usual whole form's."""
+    given, shape, dtype = CASES["attention fp32"]
+    order = "library: torch.matmul"
+    sides = [planted(given, 6, shape, dtype, block="8 keys", order=f"{order}{end}") for end in ("", ", backwards")]
+    found = attribute(given, *sides)
+    assert found.cause.name == "attention/order" and found.a is not None and found.b is not None, found
 
 
 @pytest.mark.parametrize(("case", "share"), [*((case, 0.2) for case in CASES), ("norm", 0.002), ("linear", 0.002)])

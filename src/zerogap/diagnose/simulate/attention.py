@@ -1,8 +1,10 @@
 """Attention over whole sequences: forms of real stacks, and changes of one field.
 
-order       chain (products by zerogap's kernel, sums of P over sixteen lanes); `library: torch.matmul`;
+order       chain (products by zerogap's kernel, sums of P over sixteen lanes); `library: torch.matmul`; either with
+            `..., backwards` (blocks of keys from the last to the first);
             `library op: scaled_dot_product_attention` (all of it, replayed); `..., each row alone` (as it decodes)
-primitive   contract exp, torch exp, exp2 (of scores times log2 e); FLASH (torch's fast exp, one reciprocal at the end)
+primitive   contract exp, torch exp, exp2 (of scores times log2 e); `..., reciprocal` (the output times 1 / sum); FLASH
+            (torch's fast exp, one reciprocal at the end)
 split       1; `N parts of each row's keys` (decode kernels);
             `spans of N` (keys from absolute position 0), `N parts` (of each sequence): unnormalised states merged
             ascending; `..., normalised`: each part's output by its log-sum-exp
@@ -12,7 +14,7 @@ rounding    what is rounded to the storage dtype on the way: none; P; normalised
                 `scaled scores and ...`
 output      bf16, fp16, fp32
 formula     softmax; softcap C (usual ones, and what the rows show); key heads interleaved; `sink` (one more key with
-            score 0)
+            score 0); `sinks S` (its score, the same for all heads, as the rows show it)
 scale       scores; queries (rounded); queries in FP32; 1, 1/D, twice, half, 1/sqrt(N), times F (wrong factors; N and F
             as the rows show them); of E4M3 keys and values, by token and head if nothing is said:
             `..., cache scale N`,
@@ -29,7 +31,17 @@ import torch
 from zerogap.diagnose.simulate import shown
 from zerogap.diagnose.simulate.arithmetic import FP32, quantise_e4m3, round_to
 from zerogap.diagnose.simulate.contract import contract_output
-from zerogap.diagnose.simulate.softmax import FLASH, by_logsumexp, merge, product, span, spans
+from zerogap.diagnose.simulate.softmax import (
+    BACKWARDS,
+    FLASH,
+    RECIPROCAL,
+    by_logsumexp,
+    merge,
+    product,
+    sinks,
+    span,
+    spans,
+)
 from zerogap.diagnose.simulate.variant import LIBRARY, WHOLE, Problem, Variant
 from zerogap.numerics import DType, preset
 
@@ -39,7 +51,7 @@ SDPA_ROWS = f"{SDPA}, each row alone"
 OF_ROWS = " of each row's keys"
 EAGER = "scores, scaled scores and normalised P"
 CAPS = (50.0, 30.0, 20.0)
-BLOCKS = (16, 32, 64, 128, 256, 512)
+BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +104,7 @@ def bases(problem: Problem) -> list[Variant]:
 def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
     """Variants with one field changed."""
     longest = max(problem.lengths)
-    factors, caps = problem.once("shown", lambda: _shown(problem))
+    factors, caps, sunk = problem.once("shown", lambda: _shown(problem))
     for rounding in (
         *("none", "P", "normalised P", "scores and P", "scores and normalised P"),
         *("scaled scores and P", "scaled scores and normalised P", EAGER),
@@ -133,11 +145,13 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         *(f"softcap {shown.name(cap)}" for cap in dict.fromkeys((*CAPS, *caps))),
         "key heads interleaved",
         "sink",
+        *sunk,
     ):
         yield variant.but(formula=formula)
-    for primitive in ("contract exp", "torch exp", "exp2", FLASH):
+    exact = ("contract exp", "torch exp", "exp2")
+    for primitive in (*exact, *(name + RECIPROCAL for name in exact), FLASH):
         yield variant.but(primitive=primitive)
-    for order in ("chain", MATMUL):
+    for order in ("chain", MATMUL, f"chain{BACKWARDS}", f"{MATMUL}{BACKWARDS}"):
         yield variant.but(order=order)
     for accumulate in ("fp32", "bf16", "bf16 parts"):
         yield variant.but(accumulate=accumulate)
@@ -147,12 +161,12 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(output=output)
 
 
-def _shown(problem: Problem) -> tuple[list[str], list[float]]:
-    """Factors of the scores and caps that the rows show where the usual form does not give them; the beginnings of a
-    few sequences are read."""
+def _shown(problem: Problem) -> tuple[list[str], list[float], list[str]]:
+    """Factors of the scores, caps and sinks that the rows show where the usual form does not give them; beginnings of
+    a few sequences are read."""
     found = sizes(problem)
     if found is None:
-        return [], []
+        return [], [], []
     parts: list[shown.Rows] = []
     first = 0
     for length in found.lengths:
@@ -169,7 +183,19 @@ def _shown(problem: Problem) -> tuple[list[str], list[float]]:
         width = (factor * found.scale) ** -2
         near = [n for n in range(1, 8193) if abs(n / width - 1) < 0.06 and (n % 8 == 0 or n < 8)]
         factors += [f"1/sqrt({n})" for n in sorted(near, key=lambda n: abs(n - width))[:6]]
-    return factors, _numbers(shown.attention_cap(parts), 0.04)
+    return factors, _numbers(shown.attention_cap(parts), 0.04), _sinks(shown.attention_sinks(parts))
+
+
+def _sinks(found: list[float]) -> list[str]:
+    """One score of all heads, if they show the same."""
+    if not found:
+        return []
+    middle = sorted(found)[len(found) // 2]
+    if max(abs(s - middle) for s in found) < 0.02 * max(1.0, abs(middle)):
+        if abs(middle) < 0.02:
+            return ["sink"]
+        return [f"sinks {shown.name(n)}" for n in shown.near(middle, 0.02, 8)]
+    return []
 
 
 def _numbers(value: float | None, relative: float) -> list[float]:
@@ -208,6 +234,12 @@ def applies(variant: Variant, problem: Problem) -> bool:
     if variant["order"] == SDPA:
         keep = ("order", "mask", "formula", "scale")
         return variant == whole or all(v == w for (n, v), (_, w) in zip(variant.fields, whole.fields) if n not in keep)
+    if BACKWARDS in variant["order"] and (
+        split != "1" or block == "all keys" or int(block.split()[0]) >= longest or variant["primitive"] == FLASH
+    ):
+        return False
+    if RECIPROCAL in variant["primitive"] and ("normalised" in variant["rounding"] or split.endswith("normalised")):
+        return False
     if ", cache" in variant["scale"] and not variant["operands"].startswith("e4m3"):
         return False
     if problem.storage == "fp32" and variant["rounding"] not in ("P", "normalised P"):
@@ -287,7 +319,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
             q, k, v = problem.once(("heads", first), lambda: _heads(problem, found, heads, first, length))  # noqa: B023
             if variant["formula"] == "key heads interleaved":
                 k, v = problem.once(("odd", first), lambda: _heads(problem, found, heads, first, length, True)[1:])  # noqa: B023
-            done = _sequence(q, k, v, variant, problem.storage, found.scale)
+            done = _sequence(q, k, v, variant, problem.storage, found.scale, heads)
             for i, head in enumerate(heads):
                 out[first : first + length, head * found.dim : (head + 1) * found.dim] = done[i]
         first += length
@@ -418,7 +450,13 @@ def _visible(count: int, mask: str) -> torch.Tensor:
 
 
 def _sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, storage: str, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    storage: str,
+    scale: float,
+    heads: list[int],
 ) -> torch.Tensor:
     """[H, T, D] FP32 of one sequence, rounded to the output."""
     q, k, v = _operands(q, k, v, variant)
@@ -427,13 +465,18 @@ def _sequence(
     visible = _visible(count, variant["mask"])
     scores = torch.where(visible, scores, float("-inf"))
     if "normalised P" in variant["rounding"] and variant["split"] == "1":
-        p = torch.softmax(scores, -1)
+        sink = sinks(variant, heads)
+        if sink is None:
+            p = torch.softmax(scores, -1)
+        else:  # one more column, that no value belongs to
+            p = torch.softmax(torch.cat([scores, sink[:, None, None].expand(-1, count, 1)], -1), -1)[..., :-1]
         out = product(round_to(p, storage), v.transpose(-1, -2), variant["order"], storage, True)
         return round_to(out, variant["output"])
     if variant["split"].endswith(OF_ROWS):
-        rows = [_row(scores[:, t : t + 1], v, visible[t : t + 1], variant, storage) for t in range(count)]
+        rows = [_row(scores[:, t : t + 1], v, visible[t : t + 1], variant, storage, heads) for t in range(count)]
         return round_to(torch.cat(rows, 1), variant["output"])
-    states = [span(scores, v, visible, begin, end, variant, storage) for begin, end in spans(variant["split"], count)]
+    parts = spans(variant["split"], count)
+    states = [span(scores, v, visible, begin, end, variant, storage, heads) for begin, end in parts]
     if variant["split"].endswith("normalised"):
         out = by_logsumexp(states, variant)
     else:
@@ -441,18 +484,22 @@ def _sequence(
         for state in states[1:]:
             merged = merge(merged, state, variant)
         out = merged.o / merged.l[..., None]
-        if variant["primitive"] == FLASH:
+        if variant["primitive"] == FLASH or variant["primitive"].endswith(RECIPROCAL):
             out = merged.o * (1 / merged.l)[..., None]
     return round_to(out, variant["output"])
 
 
-def _row(scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, variant: Variant, storage: str) -> torch.Tensor:
+def _row(
+    scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, variant: Variant, storage: str, heads: list[int]
+) -> torch.Tensor:
     """[H, 1, D] of one row, whose keys alone are split."""
     keys = int(visible.nonzero()[:, 1].max()) + 1
     size = -(-keys // int(variant["split"].split()[0]))
     parts = [(i, min(i + size, keys)) for i in range(0, keys, size)]
-    states = [span(scores, v, visible, begin, end, variant, storage) for begin, end in parts]
+    states = [span(scores, v, visible, begin, end, variant, storage, heads) for begin, end in parts]
     merged = states[0]
     for state in states[1:]:
         merged = merge(merged, state, variant)
+    if variant["primitive"].endswith(RECIPROCAL):
+        return merged.o * (1 / merged.l)[..., None]
     return merged.o / merged.l[..., None]

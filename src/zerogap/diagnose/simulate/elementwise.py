@@ -5,7 +5,8 @@ Residual
     accumulate  once (FP32, rounded once); one or both of an FP32 sum's terms, or F y, rounded first
     rounding    bf16, fp16, fp32 (kept as it is), bf16 truncated
 Embedding
-    formula     row, `row times sqrt(width)`, `row times F`, F as the rows show it; `row, zeros of ids A to B`
+    formula     row, `row times sqrt(width)`, `row times F`, F as the rows show it; `row, zeros of ids A to B`,
+                `row, times 0 of ids A to B` (zeros keep signs)
     output      bf16, fp16, fp32
 """
 
@@ -126,7 +127,7 @@ def _zeroed(problem: Problem) -> list[str]:
         return []
     first, last = int(ids[empty].min()), int(ids[empty].max())
     inside = (ids >= first) & (ids <= last) & ~empty & ~problem.out.isnan().any(1)
-    return [] if bool(inside.any()) else [f"row, zeros of ids {first} to {last}"]
+    return [] if bool(inside.any()) else [f"row, {how} of ids {first} to {last}" for how in ("zeros", "times 0")]
 
 
 def embedding_applies(variant: Variant, problem: Problem) -> bool:
@@ -146,10 +147,13 @@ def simulate_embedding(variant: Variant, problem: Problem) -> torch.Tensor:
     weight, ids = problem.weight(), _ids(problem)
     assert weight is not None and ids is not None
     found = weight[ids[problem.rows]][:, problem.columns].to(FP32)
-    if ", zeros" in variant["formula"]:
+    if " of ids " in variant["formula"]:
         first, last = (int(variant["formula"].split()[i]) for i in (-3, -1))
         gone = (ids[problem.rows] >= first) & (ids[problem.rows] <= last)
-        return round_to(torch.where(gone[:, None], 0.0, found), variant["output"])
+        return round_to(
+            torch.where(gone[:, None], found * 0.0 if ", times" in variant["formula"] else 0.0, found),
+            variant["output"],
+        )
     factor = math.sqrt(weight.shape[1])
     if not variant["formula"].endswith(("factor", "sqrt(width)", "row")):
         factor = float(variant["formula"].split()[-1])

@@ -169,6 +169,25 @@ def attention_cap(parts: Sequence[Rows]) -> float | None:
     return _fitted(lambda c: sum(p.left(c * torch.tanh(p.scores / c)) for p in parts), 0.5, 256.0, plain)
 
 
+def attention_sinks(parts: Sequence[Rows]) -> list[float]:
+    """Score of one more key, without a value, of each head; none where the rows are not all shorter than without."""
+    if not parts:
+        return []
+    of_rows = []
+    for part in parts:
+        seen = torch.ones(part.scores.shape[-2:], dtype=torch.bool).tril()
+        scores = torch.where(seen, part.scores, -math.inf)
+        plain = torch.softmax(scores, -1) @ part.values
+        share = (part.out * plain).sum(-1) / plain.square().sum(-1)
+        of_rows.append(torch.where(share < 1, torch.logsumexp(scores, -1) + torch.log(1 / share - 1), math.nan))
+    found = torch.cat(of_rows, 1)
+    found = torch.where(found.isfinite(), found, math.nan)
+    middle = found.nanmedian(1).values
+    apart = (found - middle[:, None]).abs().nanmedian(1).values
+    missing = found.isnan().double().mean(1)
+    return middle.tolist() if bool((apart < 0.2).all()) and bool((missing < 0.3).all()) else []
+
+
 def _fitted(left: Callable[[float], float], low: float, high: float, plain: float) -> float | None:
     """The number from low to high that leaves least, by grids of ever smaller steps; None unless it leaves a fifth less
     than `plain`."""

@@ -13,11 +13,12 @@ from zerogap.diagnose.simulate.variant import Variant
 
 LOG2E = 1.4426950408889634
 FLASH = "torch flash exp"
+BACKWARDS, RECIPROCAL = ", backwards", ", reciprocal"
 
 
 def product(x: torch.Tensor, w: torch.Tensor, order: str, storage: str, rounded: bool) -> torch.Tensor:
     """[H, M, K] times [H, N, K]: FP32 [H, M, N]; `rounded`: to the storage dtype, as a library's narrow product is."""
-    if order == "chain":
+    if order.startswith("chain"):
         dtype = torch.bfloat16 if storage == "bf16" and _is_bf16(x) and _is_bf16(w) else FP32
         found = torch.stack([dots.native(a.to(dtype), b.to(dtype)) for a, b in zip(x, w)])
         return round_to(found, storage) if rounded else found
@@ -32,11 +33,11 @@ def _is_bf16(x: torch.Tensor) -> bool:
 
 
 def exponential(x: torch.Tensor, primitive: str) -> torch.Tensor:
-    if primitive == "contract exp":
+    if primitive.startswith("contract exp"):
         return arithmetic.exp(x.clamp_max(0))
     if primitive == FLASH:
         return torch.exp(x)
-    if primitive == "exp2":
+    if primitive.startswith("exp2"):
         return torch.exp2(x * torch.tensor(LOG2E, dtype=FP32))
     return torch.exp(x)
 
@@ -59,16 +60,25 @@ def spans(split: str, count: int) -> list[tuple[int, int]]:
 
 
 def span(
-    scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, begin: int, end: int, variant: Variant, storage: str
+    scores: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    begin: int,
+    end: int,
+    variant: Variant,
+    storage: str,
+    heads: list[int],
 ) -> State:
     """The state after keys begin .. end - 1; rows that see none of them have maximum -inf, sum and output 0."""
     block = end - begin if variant["block"] == "all keys" else int(variant["block"].split()[0])
     rows = scores.shape[:2]
     state = State(torch.full(rows, float("-inf")), torch.zeros(rows), torch.zeros(*rows, v.shape[-1]))
-    if variant["formula"] == "sink" and begin == 0:
-        state.m, state.l = torch.zeros(rows), torch.ones(rows)
-    exact, untouched = variant["order"] == "chain", not bool(state.l.any())
-    for first in range(begin, end, block):
+    sink = sinks(variant, heads)
+    if sink is not None and begin == 0:
+        state.m, state.l = sink[:, None].expand(rows).clone(), torch.ones(rows)
+    exact, untouched = variant["order"].startswith("chain"), not bool(state.l.any())
+    blocks = range(begin, end, block)
+    for first in blocks[::-1] if variant["order"].endswith(BACKWARDS) else blocks:
         keys = slice(first, min(first + block, end))
         s, seen = scores[..., keys], visible[:, keys]
         m = torch.maximum(state.m, s.amax(-1))
@@ -103,6 +113,15 @@ def span(
     if variant["accumulate"] == "bf16 parts" and not variant["split"].endswith("normalised"):
         state.o = round_to(state.o, "bf16")
     return state
+
+
+def sinks(variant: Variant, heads: list[int]) -> torch.Tensor | None:
+    """Score of one more key of each head, FP32; None where the formula has none."""
+    words = variant["formula"].split()
+    if words[0] not in ("sink", "sinks"):
+        return None
+    scores = [float(n) for n in words[1:]] or [0.0]
+    return torch.tensor([scores[h] if len(scores) > 1 else scores[0] for h in heads], dtype=FP32)
 
 
 def _decay(before: torch.Tensor, m: torch.Tensor, primitive: str) -> torch.Tensor:

@@ -132,7 +132,8 @@ def test_company_accounts_for_the_difference_if_alone_the_sides_agree():
 def test_no_company_changes_a_bit():
     found = run(neighbours, recorded(), answering(lambda ask: OTHER))
     assert found.outcome == "passed" and "17 batches" in found.text
-    assert run(neighbours, recorded(), recorded(OTHER)).outcome == "not checked"
+    alone = run(neighbours, recorded(), recorded(OTHER))
+    assert alone.outcome == "not checked" and "no company exists" in alone.text and not alone.needs
 
 
 # ---------------------------------------------------------------------------------------------------- path

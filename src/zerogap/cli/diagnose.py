@@ -36,7 +36,10 @@ A = Annotated[
 B = Annotated[str | None, typer.Argument(help="The other side, in the same words.")]
 ARRAYS = Annotated[
     Path | None,
-    typer.Option(help="Instead of A and B: one .npz, .parquet or .jsonl file with ids and two log-prob arrays."),
+    typer.Option(
+        help="Instead of A and B: one .npz, .parquet or .jsonl file with ids and two log-prob arrays. The definition "
+        "is checked only if it also holds `processed`; --temperature alone does not say it."
+    ),
 ]
 NEMO_RL = Annotated[
     Path | None, typer.Option("--nemo-rl", help="Instead of A and B: a train_data_step*.jsonl of NeMo RL.")

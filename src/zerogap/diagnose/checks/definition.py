@@ -18,7 +18,7 @@ from zerogap.diagnose.verdict import Cause, Finding
 
 NEEDS = (
     "record what the log-probs mean on both sides (temperature, raw or processed, top-k, top-p, min-p), or the logits "
-    "(`lm_head`) of a few sequences"
+    "(`lm_head`) of a few sequences; arrays also need `processed` (true or false) beside the temperature"
 )
 HALF = 0.5  # of mean |d| that a stated definition may leave
 

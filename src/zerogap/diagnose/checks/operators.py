@@ -101,9 +101,21 @@ def _failed(found: Walk, a: Ends, b: Ends, facts: Facts) -> Finding:
     needs = ""
     if first.region:
         needs = f"record {', '.join(n.name for n in first.region[:6])} on both sides as well"
+    elif causes[0].field == UNATTRIBUTED:
+        needs = f"give the weights that {node.name} computes with, and record what it holds inside, on both sides"
+    if inside := _inside(node.name, found):
+        text += f"; further tensors of its layer: {inside}"
     ordered = [causes[0], *(c for c in causes[1:] if c.field != UNATTRIBUTED)]
     kept = tuple({c.name: c for c in reversed(ordered) if c != UNKNOWN}.values())[::-1]
     return Finding("operators", "failed", text, kept, needs=needs, evidence=evidence)
+
+
+def _inside(node: str, found: Walk) -> str:
+    """Which recorded tensors of the operator's layer that are no operators of the model differ, or empty."""
+    nodes = {n.name for n in nodes_of(found.compared)}
+    layer, dot, _ = node.partition(".")
+    own = [n for n in found.compared if dot and n.startswith(f"{layer}.") and n not in nodes]
+    return ", ".join(f"{n} {'differs' if n in found.differing else 'equal'}" for n in own[:6])
 
 
 def _others(found: Walk) -> list[Divergence]:

@@ -249,10 +249,28 @@ def _by_logits(which: str, facts: Facts, before: Difference) -> Iterator[Hypothe
         if own is None:
             continue
         yield Hypothesis(*_named(own, definition, which, facts), after)
+    if own is None and (words := _in_part(found, theirs)):
+        after = before.with_arrays(**{which: found.everywhere(theirs)})
+        yield Hypothesis("wrong_token", f"{which.upper()} records the log-prob of {words}", after)
     if own is None and (words := _each_sequence(found)):
         after = before.with_arrays(**{which: found.everywhere(theirs)})
         text = f"{which.upper()}'s sequences are each under a temperature of their own: {words}"
         yield Hypothesis("temperature", text, after)
+
+
+def _in_part(found: Scorer, definition: Definition) -> str:
+    """Which other token's log-prob stands for some tokens, where all others have their own, in words; or empty."""
+    tokens = found.tokens
+    recorded, own = found.numbers(tokens), found.scores(tokens, definition)
+    odd = [t for t, gap in zip(tokens, np.abs(own - recorded)) if not gap <= FOLLOWS]
+    if not FEWEST_OF_SEQUENCE <= len(odd) < len(tokens):
+        return ""
+    for rank in range(2):
+        gaps = np.abs(found.scores(odd, definition, rank) - found.numbers(odd))
+        if (gaps <= FOLLOWS).all():
+            place = ("the likeliest", "the second likeliest")[rank]
+            return f"{place} token, not of its own, for {len(odd)} of {len(tokens)} tokens"
+    return ""
 
 
 def _each_sequence(found: Scorer) -> str:

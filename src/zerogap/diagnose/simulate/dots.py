@@ -41,9 +41,18 @@ def cuts(split: str, width: int) -> list[tuple[int, int]]:
     return [(k, min(k + size, width)) for k in range(0, width, size)]
 
 
+BLOCKS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+
+
+def odd_blocks(width: int) -> list[str]:
+    """Blocks of other multiples of 8, up to a part of the axis, that no usual split has (stream-K)."""
+    sizes = sorted({*range(8, 257, 8), *range(256, 1025, 64)} - set(BLOCKS))
+    return [f"blocks of {n}" for n in sizes if 2 * n > width // 8 and n < width and width % n]
+
+
 def splits(width: int) -> list[str]:
     """Every split of an axis once: of names that mean the same borders and order, the first."""
-    names = ["1", *(f"blocks of {n}" for n in (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048))]
+    names = ["1", *(f"blocks of {n}" for n in BLOCKS)]
     names += [f"{n} parts, {join}" for n in (2, 3, 4, 5, 6, 8, 16) for join in ("ascending", "tree")]
     names += [f"{n} parts, {join}" for n in (2, 4, 8) for join in ("descending", "ring")]
     seen: dict[tuple[object, ...], str] = {}

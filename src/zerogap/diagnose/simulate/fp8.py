@@ -1,11 +1,12 @@
 """Products of operands that were stored in eight bits first: formats, blocks and scales, each of the weight and of the
 rows.
 
-operands    e4m3, e5m2, int8 (symmetric, 127 steps)
+operands    e4m3, e5m2, int8 (symmetric, 127 steps); `e4m3, e5m2 rows` (the weight is E4M3)
 block       `W, X` (`choices`). W of the weight: HxW, channel, tensor, stored (as it is). X of the rows: 1xW, token,
             tensor, each sequence (as each was computed in a pass of its own), stored
 scale       fp32, pow2 (rounded up to a power of two), `fp32, amax 240` (E4M3 of another kind), `fp32, reciprocal`
-            (codes are of x times 1/scale), bf16, fp16 (scales are rounded), `fixed 1` (of the rows; saturating)
+            (codes are of x times 1/scale), bf16, fp16 (scales are rounded), `bf16 of the weight`, `fp16 of the weight`
+            (only the weight's are), `fixed 1` (of the rows; saturating)
 """
 
 import dataclasses
@@ -22,7 +23,11 @@ from zerogap.diagnose.simulate.variant import Problem
 STORED, SEQUENCE = "stored", "each sequence"
 OPERANDS = ("e4m3", "int8", "e5m2")
 TOPS = {"e4m3": 448.0, "int8": 127.0, "e5m2": 57344.0}
-SCALES = ("fp32", "pow2", "fp32, amax 240", "fp32, reciprocal", "bf16", "fp16", "fixed 1")
+OF_WEIGHT, MIXED = " of the weight", "e4m3, e5m2 rows"
+SCALES = (
+    *("fp32", "pow2", "fp32, amax 240", "fp32, reciprocal", "bf16", "fp16", "fixed 1"),
+    *(f"bf16{OF_WEIGHT}", f"fp16{OF_WEIGHT}"),
+)
 SIZES = (128, 64, 32, 256, 16)
 TALL = (*(f"{n}x{n}" for n in SIZES), *(f"1x{n}" for n in SIZES), "channel", "tensor", STORED)
 WIDE = (*(f"1x{n}" for n in SIZES), "token", "tensor", SEQUENCE, STORED)
@@ -48,7 +53,7 @@ class Form:
 
 def coded(operands: str) -> bool:
     """True for operands of eight bits."""
-    return operands.split()[0] in OPERANDS
+    return operands.replace(",", "").split()[0] in OPERANDS
 
 
 def has_stored(block: str) -> bool:
@@ -58,7 +63,7 @@ def has_stored(block: str) -> bool:
 
 def usual(block: str, scale: str, operands: str) -> bool:
     """True for what stacks have; the rest is tried where nothing else fits."""
-    return block in USUAL and scale in SCALES[:3] and operands.split()[0] == "e4m3"
+    return block in USUAL and scale in SCALES[:3] and operands.split()[0] == "e4m3"  # not the mixed ones
 
 
 @functools.cache
@@ -70,6 +75,8 @@ def choices() -> tuple[tuple[str, str, str], ...]:
             for block in (f"{w}, {x}" for w in TALL for x in WIDE if not w == x == STORED):
                 scales = SCALES if operands == "e4m3" else SCALES[:2]
                 for scale in scales if block in USUAL else SCALES[:1] if operands == "e4m3" else ():
+                    if operands == "e4m3" and block in USUAL and not has_stored(block) and scale in SCALES[:2]:
+                        yield MIXED, block, scale
                     if not (scale == "fixed 1" and block.endswith(STORED)):
                         yield f"{operands} weights" if block.endswith(STORED) else operands, block, scale
 
@@ -106,17 +113,19 @@ def _operands(form: Form, problem: Problem) -> tuple[Coded, Coded]:
     shared: dict[Hashable, Any] = problem.once("whole", dict)
 
     def quantised(value: torch.Tensor, how: str, lengths: list[int], scale: str) -> Coded:
-        key = ("codes", value is weight, form.operands.split()[0], how, scale)
+        name = form.operands.split()[0].rstrip(",")
+        name = "e5m2" if form.operands == MIXED and value is not weight else name
+        key = ("codes", value is weight, name, how, scale)
         if key not in shared:
             plain = value.to(FP32)
             as_it_is = plain, torch.ones_like(plain)
-            shared[key] = (
-                as_it_is if how == STORED else codes(plain, largest(plain, how, lengths), form.operands, scale)
-            )
+            shared[key] = as_it_is if how == STORED else codes(plain, largest(plain, how, lengths), name, scale)
         return shared[key]
 
-    rows = quantised(problem.inputs[0], across, problem.lengths, form.scale)
-    return rows, quantised(weight, tall, [len(weight)], "fp32" if form.scale == "fixed 1" else form.scale)
+    of_rows = "fp32" if form.scale.endswith(OF_WEIGHT) else form.scale
+    of_weight = "fp32" if form.scale == "fixed 1" else form.scale.removesuffix(OF_WEIGHT)
+    rows = quantised(problem.inputs[0], across, problem.lengths, of_rows)
+    return rows, quantised(weight, tall, [len(weight)], of_weight)
 
 
 def library_product(form: Form, problem: Problem, *, wide: bool) -> torch.Tensor:

@@ -8,7 +8,8 @@ scale       none; `times F`, `over F`, `... in steps` (the product is rounded fi
             (they are rounded then), F as the rows show it; of narrow operands: `fp8.SCALES`
 block       none; of narrow operands: `fp8.choices`, of the weight, then of the rows. Ascending sums multiply codes and
             apply scales to sums; torch's product takes de-quantised operands
-formula     plain, no bias, `softcap C`, `softcap C in steps` (rounded at each), usual C and what the rows show
+formula     plain, no bias, `softcap C`, `softcap C in steps` (rounded at each), usual C and what the rows show;
+            `clamped to L` (either way), `at most L`, `at least L`, L as the rows show it
 """
 
 from collections.abc import Iterator
@@ -77,6 +78,9 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(primitive=primitive)
     for split in dots.splits(problem.inputs[0].shape[1]):
         yield variant.but(split=split)
+    for split in dots.odd_blocks(problem.inputs[0].shape[1]):
+        for order in dict.fromkeys((variant["order"], TORCH)):
+            yield variant.but(split=split, order=order)
     for operands in ("bf16", "fp16", "tf32", "bf16 truncated", "tf32 truncated"):
         yield variant.but(operands=operands)
     for output in ("bf16", "fp16", "fp32"):
@@ -85,6 +89,8 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
         yield variant.but(rounding=rounding)
     scales, caps = problem.once("shown", lambda: _shown(problem))
     for formula in ("no bias", *(f"softcap {cap:.9g}{end}" for cap in (*CAPS, *caps) for end in ("", STEPS))):
+        yield variant.but(formula=formula)
+    for formula in problem.once("clamped", lambda: _clamped(problem)):
         yield variant.but(formula=formula)
     for scale in scales:
         for end in ("",) if scale.startswith("rows") else ("", STEPS):
@@ -108,6 +114,8 @@ def changes(variant: Variant, problem: Problem) -> Iterator[Variant]:
 
 def cost(variant: Variant) -> int:
     """0: one product; 1: operands are quantised first; 2: a step of elementwise code for each product."""
+    if variant["split"].startswith("blocks of") and int(variant["split"].split()[-1]) not in dots.BLOCKS:
+        return 2
     narrow = variant["accumulate"] in ("bf16", "fp16")
     if narrow or variant["order"] == "pairwise" or variant["primitive"] == "tensor core":
         return 2
@@ -241,6 +249,17 @@ def _shown(problem: Problem) -> tuple[list[str], list[float]]:
     return [], [] if cap is None else shown.near(cap, 0.02, 8)
 
 
+def _clamped(problem: Problem) -> list[str]:
+    """Limits where several recorded numbers stand."""
+    out = problem.out.to(FP32)
+    high, low = out.nan_to_num(-torch.inf).amax(), out.nan_to_num(torch.inf).amin()
+    at_most, at_least = (int((out == end).sum()) >= 3 for end in (high, low))
+    if at_most and at_least and float(high) == -float(low) and float(high) > 0:
+        return [f"clamped to {shown.name(float(high))}"]
+    ends = [f"at most {shown.name(float(high))}"] if at_most else []
+    return [*ends, *([f"at least {shown.name(float(low))}"] if at_least else [])]
+
+
 def _finished(total: torch.Tensor, bias: torch.Tensor | None, variant: Variant, problem: Problem) -> torch.Tensor:
     output = variant["output"]
     if variant["rounding"] == "before the bias":
@@ -256,6 +275,11 @@ def _finished(total: torch.Tensor, bias: torch.Tensor | None, variant: Variant, 
         if variant["formula"].endswith(STEPS):  # rounded before the division and after every step
             step = output
         total = round_to(torch.tanh(round_to(round_to(total, step) / cap, step)), step) * cap
+    if variant["formula"].startswith(("clamped to", "at most", "at least")):
+        bound = float(variant["formula"].split()[-1])
+        low = -bound if variant["formula"].startswith("clamped") else bound
+        total = total if variant["formula"].startswith("at least") else total.clamp_max(bound)
+        total = total if variant["formula"].startswith("at most") else total.clamp_min(low)
     if variant["rounding"] == "truncated":
         return round_to(total, f"{output} truncated" if output == "bf16" else output)
     return round_to(total, output)

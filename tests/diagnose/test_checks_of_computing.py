@@ -326,3 +326,11 @@ def test_the_same_experts_pass_in_any_order():
 
     assert run(routing, recorded(of=routed()), recorded(OTHER, of=routed(turned))).outcome == "passed"
     assert run(routing, recorded(), RecordedSide(trace(OTHER))).outcome == "not checked"
+
+
+def test_further_tensors_of_the_layer_are_said_and_an_unattributed_operator_asks_for_its_weights():
+    rows = {name: torch.full((36, 4), 1.0 + i) for i, name in enumerate(("embed", "0.input_norm", "0.inner"))}
+    apart = {**rows, "0.input_norm": torch.full((36, 4), 2.5), "0.inner": torch.full((36, 4), 3.5)}
+    found = run(operators, recorded(boundaries=rows), recorded(OTHER, apart))
+    assert "further tensors of its layer: 0.inner differs" in found.text
+    assert "weights that 0.input_norm computes with" in found.needs

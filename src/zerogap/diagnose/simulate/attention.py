@@ -23,14 +23,13 @@ block       N keys (online softmax); all keys
 mask        causal; sees the next; misses itself; none; window of N; chunks of N; prefix of N (sees all of itself)
 """
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 
 from zerogap.diagnose.simulate import shown
 from zerogap.diagnose.simulate.arithmetic import FP32, quantise_e4m3, round_to
-from zerogap.diagnose.simulate.contract import contract_output
+from zerogap.diagnose.simulate.attention_ops import by_contract, heads_of, sdpa, sdpa_rows, sizes
 from zerogap.diagnose.simulate.softmax import (
     BACKWARDS,
     FLASH,
@@ -43,7 +42,6 @@ from zerogap.diagnose.simulate.softmax import (
     spans,
 )
 from zerogap.diagnose.simulate.variant import LIBRARY, WHOLE, Problem, Variant
-from zerogap.numerics import DType, preset
 
 MATMUL = f"{LIBRARY} torch.matmul"
 SDPA = f"{WHOLE} scaled_dot_product_attention"
@@ -52,29 +50,6 @@ OF_ROWS = " of each row's keys"
 EAGER = "scores, scaled scores and normalised P"
 CAPS = (50.0, 30.0, 20.0)
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Heads, the factor of the scores, and the rows of each sequence."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    scale: float
-    lengths: tuple[int, ...]
-
-
-def sizes(problem: Problem) -> Sizes | None:
-    """None where the parameters do not say them."""
-    dim, heads, kv_heads = (problem.number(n) for n in ("head_dim", "num_heads", "num_kv_heads"))
-    if heads is None or len(problem.inputs) != 3:
-        return None
-    dim = dim or problem.inputs[0].shape[1] // heads
-    kv_heads = kv_heads or problem.inputs[1].shape[1] // dim
-    scale = problem.number("scale", float(dim) ** -0.5)
-    assert scale is not None
-    return Sizes(int(heads), int(kv_heads), int(dim), scale, tuple(problem.lengths))
 
 
 def bases(problem: Problem) -> list[Variant]:
@@ -172,7 +147,7 @@ def _shown(problem: Problem) -> tuple[list[str], list[float], list[str]]:
     for length in found.lengths:
         count = min(length, 48)
         if length > 1 and len(parts) < 6:
-            q, k, v = (t.double() for t in _heads(problem, found, list(range(min(found.heads, 8))), first, count))
+            q, k, v = (t.double() for t in heads_of(problem, found, list(range(min(found.heads, 8))), first, count))
             out = problem.out[first : first + count].double().unflatten(1, (-1, found.dim)).transpose(0, 1)[: len(q)]
             if not out.isnan().any():
                 parts.append(shown.Rows(q @ k.transpose(1, 2) * found.scale, v, out))
@@ -295,7 +270,7 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     found = sizes(problem)
     assert found is not None
     if variant == bases(problem)[0] and variant["output"] == problem.recorded:
-        exact = problem.whole(("attention", "contract"), lambda: _contract(problem, found))
+        exact = problem.whole(("attention", "contract"), lambda: by_contract(problem, found))
         return round_to(exact, variant["output"])
     contract = bases(problem)[0].but(operands="e4m3 keys and values", scale=variant["scale"])
     if (
@@ -304,11 +279,11 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
         and problem.storage == "bf16"
     ):
         power = variant["scale"].endswith("pow2")
-        return problem.whole(("attention", "fp8", power), lambda: _contract(problem, found, True, power))
+        return problem.whole(("attention", "fp8", power), lambda: by_contract(problem, found, True, power))
     if variant["order"] == SDPA and variant == bases(problem)[2]:
-        return problem.whole(("attention", SDPA), lambda: _sdpa(problem, found))
+        return problem.whole(("attention", SDPA), lambda: sdpa(problem, found))
     if variant["order"] == SDPA_ROWS:
-        return problem.whole(("attention", SDPA_ROWS), lambda: _sdpa_rows(problem, found))
+        return problem.whole(("attention", SDPA_ROWS), lambda: sdpa_rows(problem, found))
     heads = (problem.columns // found.dim).unique().tolist()
     out = torch.full((len(problem.out), found.heads * found.dim), float("nan"))
     first = 0
@@ -316,68 +291,14 @@ def simulate(variant: Variant, problem: Problem) -> torch.Tensor:
     for length in found.lengths:
         rows = range(first, first + length)
         if touched & set(rows):
-            q, k, v = problem.once(("heads", first), lambda: _heads(problem, found, heads, first, length))  # noqa: B023
+            q, k, v = problem.once(("heads", first), lambda: heads_of(problem, found, heads, first, length))  # noqa: B023
             if variant["formula"] == "key heads interleaved":
-                k, v = problem.once(("odd", first), lambda: _heads(problem, found, heads, first, length, True)[1:])  # noqa: B023
+                k, v = problem.once(("odd", first), lambda: heads_of(problem, found, heads, first, length, True)[1:])  # noqa: B023
             done = _sequence(q, k, v, variant, problem.storage, found.scale, heads)
             for i, head in enumerate(heads):
                 out[first : first + length, head * found.dim : (head + 1) * found.dim] = done[i]
         first += length
     return problem.cut(out)
-
-
-def _stored(problem: Problem) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values in one dtype: under autocast the rotated ones are FP32, and are cast to the output's."""
-    same = len({t.dtype for t in problem.inputs}) == 1
-    return problem.inputs if same else tuple(t.to(problem.out.dtype) for t in problem.inputs)
-
-
-def _heads(
-    problem: Problem, found: Sizes, heads: list[int], first: int, length: int, interleaved: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """q, k, v of one sequence as [heads, T, D] in the stored dtype."""
-    group = found.heads // found.kv_heads
-    picked = [h % found.kv_heads if interleaved else h // group for h in heads]
-    parts = [t[first : first + length].unflatten(1, (-1, found.dim)).transpose(0, 1) for t in _stored(problem)]
-    return parts[0][heads], parts[1][picked], parts[2][picked]
-
-
-def _contract(problem: Problem, found: Sizes, fp8: bool = False, power: bool = False) -> torch.Tensor:
-    sizes = {"num_heads": found.heads, "num_kv_heads": found.kv_heads, "head_dim": found.dim, "scale": found.scale}
-    numerics = preset("bf16" if problem.storage == "bf16" else "fp32")
-    if fp8:
-        numerics = preset("bf16", kv=DType.FP8, kv_scale="per_token_head", scale_format="pow2" if power else "fp32")
-    return contract_output("attention", _stored(problem), {}, {**sizes, "lengths": list(found.lengths)}, numerics)
-
-
-def _sdpa(problem: Problem, found: Sizes) -> torch.Tensor:
-    """torch's op, each sequence alone, causal."""
-    done, first = [], 0
-    for length in found.lengths:
-        q, k, v = _heads(problem, found, list(range(found.heads)), first, length)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast RoPE may widen what the op narrows again
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None].contiguous(), v[None].contiguous(), is_causal=True, scale=found.scale
-        )
-        done.append(out[0].transpose(0, 1).flatten(1))
-        first += length
-    return torch.cat(done)
-
-
-def _sdpa_rows(problem: Problem, found: Sizes) -> torch.Tensor:
-    """torch's op for every row by itself, with the keys up to its own."""
-    done, first = [], 0
-    for length in found.lengths:
-        q, k, v = _heads(problem, found, list(range(found.heads)), first, length)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        for t in range(length):
-            keys, values = k[None, :, : t + 1].contiguous(), v[None, :, : t + 1].contiguous()
-            row = torch.nn.functional.scaled_dot_product_attention(
-                q[None, :, t : t + 1], keys, values, scale=found.scale
-            )
-            done.append(row.flatten())
-        first += length
-    return torch.stack(done)
 
 
 # ---------------------------------------------------------------------------------------------------- one sequence

@@ -63,3 +63,13 @@ def test_unequal_elements():
     y = torch.tensor([[1.0, -0.0], [2.0, 4.0], [1.0, 2.0], [float("nan"), 1.0]])
     assert unequal(x, y).tolist() == [[False, False], [False, True], [False, False], [False, False]]
     assert not unequal(x[:1], y[:1].bfloat16()).any()
+
+
+def test_what_a_prefix_hit_left_out_is_not_missing():
+    whole = numbers()
+    behind = [np.where(np.arange(len(x)) < 7, np.float32(np.nan), x) for x in whole]
+    hit = trace(behind, path="prefix_hit")
+    assert difference(trace(whole), hit).same and difference(hit, trace(whole)).same
+    assert difference(trace(whole), trace(behind)).num_missing > 0, "a whole pass has no such excuse"
+    ended = [np.where(np.arange(len(x)) == len(x) - 1, np.float32(np.nan), x) for x in behind]
+    assert difference(trace(whole), trace(ended, path="prefix_hit")).num_missing == len(whole), "the last tokens are"

@@ -89,8 +89,10 @@ def same_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def difference(a: Trace, b: Trace, pass_a: Pass | None = None, pass_b: Pass | None = None) -> Difference:
-    """Align two traces, or one pass of each (default: their answers)."""
-    logs_a, logs_b = (pass_a or a.recorded).logprobs, (pass_b or b.recorded).logprobs
+    """Align two traces, or one pass of each (default: their answers). A pass behind a prefix hit has no numbers of what
+    came from the cache; that is not missing."""
+    pass_a, pass_b = pass_a or a.recorded, pass_b or b.recorded
+    logs_a, logs_b = pass_a.logprobs, pass_b.logprobs
     left, right, missing_a, missing_b = [], [], [], []
     for i, (one, other) in enumerate(zip(a.sequences, b.sequences)):
         count = min(len(one.ids), len(other.ids))
@@ -100,9 +102,15 @@ def difference(a: Trace, b: Trace, pass_a: Pass | None = None, pass_b: Pass | No
         both = counted & ~np.isnan(x) & ~np.isnan(y)
         left.append(np.where(both, x, np.float32(np.nan)))
         right.append(np.where(both, y, np.float32(np.nan)))
-        missing_a.append(counted & np.isnan(x) & ~np.isnan(y))
-        missing_b.append(counted & ~np.isnan(x) & np.isnan(y))
+        missing_a.append(counted & np.isnan(x) & ~np.isnan(y) & ~_cached(pass_a, x))
+        missing_b.append(counted & ~np.isnan(x) & np.isnan(y) & ~_cached(pass_b, y))
     return Difference(tuple(left), tuple(right), tuple(missing_a), tuple(missing_b))
+
+
+def _cached(found: Pass, values: np.ndarray) -> np.ndarray:
+    """bool [N]: tokens before the first number of a sequence whose beginning came from a cache."""
+    behind = found.path == "prefix_hit" and bool((~np.isnan(values)).any())
+    return np.full(len(values), behind) & (np.cumsum(~np.isnan(values)) == 0)
 
 
 def explains(before: Difference, after: Difference) -> bool:

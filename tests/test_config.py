@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from zerogap.config import RunConfig, apply_overrides, iter_fields, load_config
+from zerogap.config import ALGORITHMS, RunConfig, apply_overrides, iter_fields, load_config
 from zerogap.errors import ConfigError
 from zerogap.numerics import DType, Numerics, names_tensor, preset
 
@@ -37,6 +37,10 @@ CHANGED = {
     "rollout.max_batch_tokens": 100, "rollout.max_sequences": 4, "rollout.prefix_cache": False,
     "algorithm.loss_type": "grpo", "algorithm.scale_rewards": "none", "algorithm.epsilon": 0.1,
     "algorithm.epsilon_high": 0.28, "algorithm.beta": 0.04, "algorithm.kl_estimator": "k1",
+    "algorithm.name": "gspo", "algorithm.baseline": "leave_one_out", "algorithm.surrogate": "cispo",
+    "algorithm.importance_sampling_level": "sequence", "algorithm.kl_in_reward": True, "algorithm.overlong_share": 0.2,
+    "algorithm.group_filter.equal_rewards": True, "algorithm.group_filter.mean_reward": [0.1, 0.9],
+    "algorithm.dynamic_sampling.max_rounds": 3,
     "algorithm.entropy_coef": 0.01, "algorithm.num_iterations": 2, "algorithm.mask_truncated_completions": True,
     "algorithm.correction.kind": "sequence_mask", "algorithm.correction.lower": 0.25, "algorithm.correction.upper": 4.0,
     "algorithm.correction.reject": {"sequence_mean_k3": 0.01}, "algorithm.correction.veto": 0.001,
@@ -105,6 +109,43 @@ def test_round_trip_and_frozen():
         config.seed = 1  # type: ignore[misc]
 
 
+def test_a_named_algorithm_sets_defaults_and_leaves_win():
+    named = load_config(MINIMAL, ["algorithm.name=dapo"]).algorithm
+    assert (named.loss_type, named.epsilon, named.clip_high, named.overlong_share) == ("dapo", 0.2, 0.28, 0.2)
+    assert (named.dynamic_sampling.max_rounds, named.drops_equal_rewards) == (10, True)
+    own = ["algorithm.name=dapo", "algorithm.epsilon_high=0.3", "algorithm.dynamic_sampling.max_rounds=0"]
+    config = load_config(MINIMAL, own)
+    assert (config.algorithm.clip_high, config.algorithm.dynamic_sampling.max_rounds) == (0.3, 0)
+    assert (config.algorithm.overlong_share, config.algorithm.drops_equal_rewards) == (0.2, False)
+    assert load_config(yaml.safe_load(config.to_yaml())) == config
+    plain, grpo = load_config(MINIMAL).algorithm, load_config(MINIMAL, ["algorithm.name=grpo"]).algorithm
+    assert plain.loss_type == "dapo" and grpo == plain.model_copy(update={"name": "grpo", "loss_type": "grpo"})
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_differs_and_its_leaves_exist(name):
+    chosen, plain = (load_config(MINIMAL, words).algorithm for words in ([f"algorithm.name={name}"], []))
+    different = {key for key in type(plain).model_fields if getattr(chosen, key) != getattr(plain, key)}
+    assert different <= {"name", *ALGORITHMS[name]}, "what a name sets is listed"
+    assert different > {"name"}
+    assert chosen.beta == 0.0, "a reference model costs memory: no name asks for one"
+
+
+def test_groups_of_one_need_an_algorithm_without_groups():
+    alone = "rollout.num_generations=1"
+    assert load_config(MINIMAL, [alone, "algorithm.name=reinforce_pp"]).rollout.num_generations == 1
+    with pytest.raises(ConfigError, match="2 or more: the rewards of a group of 1"):
+        load_config(MINIMAL, [alone, "algorithm.name=reinforce_pp", "algorithm.dynamic_sampling.max_rounds=2"])
+    with pytest.raises(ConfigError, match=r"num_generations = 1: choose 2 or more: advantages compare"):
+        load_config(MINIMAL, [alone, "algorithm.name=rloo"])
+
+
+def test_cispo_may_leave_the_ratio_without_a_lower_bound():
+    assert load_config(MINIMAL, ["algorithm.name=cispo"]).algorithm.epsilon == 1.0
+    with pytest.raises(ConfigError, match=r"algorithm\.epsilon = 1\.0"):
+        load_config(MINIMAL, ["algorithm.name=cispo", "algorithm.surrogate=clip"])
+
+
 def test_numerics_overrides():
     config = load_config({**MINIMAL, "numerics": {"preset": "bf16", "max_leaves": 4, "grad_bins": 8}})
     assert (config.contract().max_leaves, config.contract().grad_bins) == (4, 8)
@@ -122,6 +163,13 @@ def test_numerics_overrides():
         ("rollout.top_p=0", ["rollout.top_p", "0", "greater than 0"]),
         ("algorithm.loss_type=ppo", ["algorithm.loss_type", "ppo", "'dapo', 'grpo', 'dr_grpo'"]),
         ("algorithm.epsilon=1", ["algorithm.epsilon", "1.0", "below 1"]),
+        ("algorithm.name=ppo", ["algorithm.name", "ppo", "'grpo', 'dr_grpo', 'dapo'"]),
+        ("algorithm.surrogate=none", ["algorithm.surrogate", "none", "'clip' or 'cispo'"]),
+        ("algorithm.baseline=none", ["algorithm.scale_rewards", "group", "whiten or none"]),
+        ("algorithm.overlong_share=1.5", ["algorithm.overlong_share", "1.5", "less than or equal to 1"]),
+        ("algorithm.group_filter.mean_reward=[1, 0]", ["algorithm.group_filter.mean_reward", "smaller number first"]),
+        ("algorithm.dynamic_sampling.max_rounds=-1", ["algorithm.dynamic_sampling.max_rounds", "-1"]),
+        ("algorithm.dynamic_sampling=5", ["algorithm.dynamic_sampling", "5"]),
         ("algorithm.beta=-1", ["algorithm.beta", "-1", "greater than or equal to 0"]),
         ("learning_rate=1", ["learning_rate", "did you mean optimizer.learning_rate?"]),
         ("optimizer.learnin_rate=1", ["optimizer.learnin_rate", "did you mean optimizer.learning_rate?"]),

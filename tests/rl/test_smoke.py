@@ -146,8 +146,8 @@ def test_one_sided_is_never_called_exact(no_model_here):
 def test_a_difference_ends_with_exit_code_1(no_model_here, monkeypatch):
     roll_out = Run._roll_out
 
-    def shifted(self, step, prompts):
-        first, *others = roll_out(self, step, prompts)
+    def shifted(self, *args):
+        first, *others = roll_out(self, *args)
         return [dataclasses.replace(first, logprobs=np.nextafter(first.logprobs, np.float32(0))), *others]
 
     monkeypatch.setattr(Run, "_roll_out", shifted)

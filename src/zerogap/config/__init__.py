@@ -7,7 +7,7 @@ that nothing depends on a default that may change. Leaf names are those of TRL w
 This module imports neither torch nor a model library, so that a recipe can be checked in an instant.
 """
 
-from zerogap.config.algorithm import AlgorithmConfig
+from zerogap.config.algorithm import ALGORITHMS, AlgorithmConfig
 from zerogap.config.correction import CorrectionConfig
 from zerogap.config.course import CheckpointConfig, EvalConfig, LoggingConfig, OptimizerConfig, ParityConfig
 from zerogap.config.data import DataConfig, RewardConfig
@@ -18,6 +18,7 @@ from zerogap.config.rollout import RolloutConfig
 from zerogap.config.section import Section
 
 __all__ = [
+    "ALGORITHMS",
     "AlgorithmConfig",
     "CheckpointConfig",
     "CorrectionConfig",

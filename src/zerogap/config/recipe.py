@@ -83,6 +83,12 @@ class RunConfig(Section):
                 "optimizer.warmup_steps", self.optimizer.warmup_steps, f"choose at most the run's {updates} updates"
             )
         rollout = self.rollout
+        if rollout.num_generations < 2 and self.algorithm.baseline != "none":
+            mend = "choose 2 or more: advantages compare group members (or algorithm.baseline: none)"
+            raise ConfigError("rollout.num_generations", rollout.num_generations, mend)
+        if rollout.num_generations < 2 and self.algorithm.drops_equal_rewards:
+            mend = "choose 2 or more: the rewards of a group of 1 are all equal, and such groups are left out"
+            raise ConfigError("rollout.num_generations", rollout.num_generations, mend)
         if self.algorithm.beta and (rollout.top_k or rollout.top_p < 1.0 or rollout.min_p):
             raise ConfigError(
                 "algorithm.beta",

@@ -47,10 +47,6 @@ class RolloutConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _can_be_honoured(self) -> "RolloutConfig":
-        if self.num_generations < 2:
-            raise ConfigError(
-                "rollout.num_generations", self.num_generations, "choose 2 or more: advantages compare group members"
-            )
         if not 1e-3 <= self.temperature < float("inf"):
             raise ConfigError(
                 "rollout.temperature", self.temperature, "choose 0.001 or more: greedy groups carry no learning signal"

@@ -43,7 +43,8 @@ def _same(*names: str) -> dict[str, str]:
 TRAINING = (
     Metric(
         "reward",
-        "mean of completions' weighted reward sums; completions without a reward left out",
+        "mean of completions' weighted reward sums, with the overlong punishment where there is one (never with a KL); "
+        "completions without a reward left out",
         _same("reward", "critic/score/mean", "reward", "reward/{env}/mean", "rollout/raw_reward"),
     ),
     Metric(
@@ -93,13 +94,15 @@ TRAINING = (
     ),
     Metric(
         "clip_ratio/low_mean",
-        "share of tokens with ratio < 1 - epsilon and a negative advantage: no gradient",
+        "share of tokens with ratio < 1 - epsilon and a negative advantage: no gradient; with surrogate cispo of any "
+        "advantage, the weight is clipped",
         _same("clip_ratio/low_mean"),
     ),
     Metric(
         "clip_ratio/high_mean",
-        "share of tokens with ratio > 1 + epsilon_high and a positive advantage: no gradient",
-        _same("clip_ratio/high_mean"),
+        "share of tokens with ratio > 1 + epsilon_high and a positive advantage: no gradient; with surrogate cispo of "
+        "any advantage, the weight is clipped",
+        _same("clip_ratio/high_mean: cispo_clip_ratio for cispo, positive advantages only"),
     ),
     Metric(
         "clip_ratio/region_mean",
@@ -122,6 +125,16 @@ TRAINING = (
         "of the step's last update",
         _same("learning_rate", "actor/lr", "lr", "optim/lr", "train/lr-pg_0"),
     ),
+)
+
+GROUPS = (
+    Metric("groups/kept_ratio", "share of the step's groups that take part in the loss"),
+    Metric(
+        "groups/rounds",
+        "rounds of sampling until no group had to be replaced, or algorithm.dynamic_sampling.max_rounds",
+    ),
+    Metric("groups/prompts", "prompts that the step took, replaced ones included"),
+    Metric("groups/position", "prompts taken so far: where the next step begins in the order of prompts"),
 )
 
 COMPLETIONS = (
@@ -373,6 +386,7 @@ EVALUATION = (
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards and loss": TRAINING,
+    "Groups that are filtered": GROUPS,
     "Completions": COMPLETIONS,
     "The gap between rollout and trainer": GAP,
     "Experts": EXPERTS,

@@ -3,12 +3,13 @@
 One process, one copy of the weights: the engine samples from the decoder that the trainer updates in place. A `Run` is
 built from a recipe; `train()` does the steps, each phase one small method:
 
-    prompts -> engine.generate -> rewards -> advantages -> batch
+    prompts -> engine.generate -> rewards -> which groups stay -> advantages -> batch
             -> trainer.forward_backward (compares bits before the backward) -> optim_step -> engine.update_weights
 
-A step is a pure function of the weights before it, the recipe and its number: rows come from (seed, epoch, index),
-draws from (seed, step, prompt slot, sample, position), the learning rate from the number of updates. So a run that was
-killed and resumed has the bits of one that was not. A rollout is on disk before the trainer sees it.
+A step is a pure function of the weights before it, the recipe, its number and its place in the order of prompts: rows
+come from (seed, epoch, index), draws from (seed, step, prompt slot, round, sample, position), the learning rate from
+the number of updates. So a run that was killed and resumed has the bits of one that was not. A rollout is on disk
+before it is trained on.
 """
 
 import contextlib
@@ -17,15 +18,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zerogap.config import RunConfig
 from zerogap.errors import CheckpointError, ZerogapError
 from zerogap.moments import Moments, pool
 from zerogap.rl import setup
-from zerogap.rl.advantage import Advantages, build_batch, group_advantages
+from zerogap.rl.advantage import Advantages, build_batch, step_advantages
 from zerogap.rl.correction import correct
 from zerogap.rl.data import PromptOrder
 from zerogap.rl.describe import run_facts
 from zerogap.rl.evaluate import summarise
+from zerogap.rl.filters import GroupFilter, Round, StepGroups, fill_slots
 from zerogap.rl.loss import PolicyLoss
 from zerogap.rl.metrics import ONE_SIDED, completion_metrics, flatten, reward_metrics
 from zerogap.rl.observer import Observer
@@ -59,7 +63,7 @@ class Run:
         files, tokenizer, decoder, trainer, engine: the model and its two sides.
         sampled: the decoder that the engine samples from: `decoder`, or a copy under the rollout's own contract.
         data, rewards: rows and reward functions.
-        step: steps done.
+        step, position: steps done, and prompts taken for them.
         mismatched_tokens, compared_tokens: sums over the steps that this object did.
         stop_asked: set by `ask_to_stop`.
     """
@@ -91,7 +95,7 @@ class Run:
         self.decoder = setup.load_decoder(config, self.files)
         self.trainer = setup.build_trainer(config, self.decoder)
         self.reference = self._load_reference() if config.algorithm.beta else None
-        self.step = self.num_tokens = 0
+        self.step = self.position = self.num_tokens = 0
         self._continues_here = start is not None and start.resolve().parent == self.folder.checkpoints.resolve()
         if start is not None:
             self._resume(start)
@@ -117,6 +121,7 @@ class Run:
             raise CheckpointError(f"{checkpoint}: state.json does not say of which run it is (extra.config)")
         require_same_run(self.config, extra["config"], checkpoint)
         self.step, self.num_tokens = facts["step"], extra["num_tokens"]
+        self.position = extra.get("position", self.step * self.config.rollout.prompts_per_step)
 
     # ---- the run
 
@@ -170,20 +175,20 @@ class Run:
         self._seconds = {}
         if self._is_audited(step):
             self._save_weights()
-        prompts = self._prompts_of(step)
-        samples = self._roll_out(step, prompts)
-        scores = self._score(step, prompts, samples)
-        advantages = self._advantages(scores)
+        groups = self._draw(step)
+        prompts, samples, scores = groups.chosen.prompts, groups.chosen.samples, groups.chosen.scores
+        old, reference = self._other_logprobs(samples)
+        advantages = self._advantages(groups, old, reference)
         self._log_rollout(step, samples, scores, advantages)
-        batch, corrected = self._batch(samples, advantages)
+        batch, corrected = self._batch(samples, advantages, old, reference)
         metrics = self._update(step, batch) | flatten(corrected)
         with self._phase(step, "update_weights"):
-            self._update_rollout(step)
-        self.step = step
-        self.num_tokens += sum(s.num_tokens for s in samples)
+            self._update_rollout(step, groups.position)
+        self.step, self.position = step, groups.position
+        self.num_tokens += groups.all_tokens
         metrics |= flatten(dict(advantages.metrics) | completion_metrics(samples))
-        metrics |= reward_metrics(self.rewards.names, scores.columns) | scores.metrics
-        self._log_step(step, samples, metrics, time.perf_counter() - began)
+        metrics |= reward_metrics(self.rewards.names, scores.columns) | scores.metrics | groups.metrics()
+        self._log_step(step, groups.drawn_tokens, metrics, time.perf_counter() - began)
         self._log_completions(step, prompts, samples, scores)
 
     def _after_step(self) -> None:
@@ -204,15 +209,26 @@ class Run:
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def _prompts_of(self, step: int) -> list[Prompt]:
-        """One entry per sample: prompt by prompt, each `num_generations` times."""
-        count = self.config.rollout.prompts_per_step
-        chosen = [self.prompts[row] for row in self.order.take((step - 1) * count, count)]
+    def _draw(self, step: int) -> StepGroups:
+        """The step's groups, scored; those that the recipe filters out are replaced, where it asks for that."""
+        algorithm = self.config.algorithm
+
+        def draw(slots: list[int], attempt: int, position: int) -> Round:
+            prompts = self._prompts_at(position, len(slots))
+            samples = self._roll_out(step, prompts, slots, attempt)
+            return Round(prompts, samples, self._score(step, prompts, samples))
+
+        num_slots, rounds = self.config.rollout.prompts_per_step, algorithm.dynamic_sampling.max_rounds
+        return fill_slots(draw, GroupFilter.from_config(algorithm), num_slots, rounds, self.position)
+
+    def _prompts_at(self, position: int, count: int) -> list[Prompt]:
+        """One entry per sample: the prompts of the run's order from `position` on, each `num_generations` times."""
+        chosen = [self.prompts[row] for row in self.order.take(position, count)]
         return [prompt for prompt in chosen for _ in range(self.config.rollout.num_generations)]
 
-    def _roll_out(self, step: int, prompts: Sequence[Prompt]) -> list[Sample]:
+    def _roll_out(self, step: int, prompts: Sequence[Prompt], slots: Sequence[int], attempt: int) -> list[Sample]:
         size = self.config.rollout.num_generations
-        keys = [SamplingKey(self.config.seed, step, slot) for slot in range(len(prompts) // size)]
+        keys = [SamplingKey(self.config.seed, step, slot, attempt) for slot in slots]
         with self._phase(step, "rollout"):
             return self.engine.generate(
                 [prompt.ids for prompt in prompts[::size]],
@@ -232,14 +248,10 @@ class Run:
             ids = [s.completion_ids.tolist() for s in samples]
             return self.rewards.score([p.row for p in prompts], [s.text for s in samples], ids, step)
 
-    def _advantages(self, scores: RewardScores) -> Advantages:
-        size = self.config.rollout.num_generations
-        groups = [i // size for i in range(len(scores.totals))]
-        return group_advantages(scores.totals, groups, self.config.algorithm.scale_rewards)
-
-    def _batch(self, samples: Sequence[Sample], advantages: Advantages) -> tuple[TrainBatch, Mapping[str, Moments]]:
-        """What the trainer gets, and the figures of its correction. One-sided, the ratio of the loss divides by the
-        trainer's own log-probs, computed here; the gap to the rollout's is left to the correction."""
+    def _other_logprobs(self, samples: Sequence[Sample]) -> tuple[Sequence[np.ndarray] | None, ...]:
+        """Log-probs besides the rollout's, where they are needed: the trainer's own before the update, and the
+        reference's. One-sided, the ratio of the loss divides by the former; the gap to the rollout's is left to the
+        correction."""
         reference = old = None
         if self.reference is not None:
             with self._phase(self.step + 1, "reference"):
@@ -247,6 +259,31 @@ class Run:
         if self.trainer.one_sided:
             with self._phase(self.step + 1, "old_logprobs"):
                 old = self.trainer.logprobs(samples)
+        return old, reference
+
+    def _advantages(
+        self, groups: StepGroups, old: Sequence[np.ndarray] | None, reference: Sequence[np.ndarray] | None
+    ) -> Advantages:
+        rollout, samples = self.config.rollout, groups.chosen.samples
+        return step_advantages(
+            self.config.algorithm,
+            rollout.max_completion_length,
+            samples,
+            groups.chosen.scores.totals,
+            [i // rollout.num_generations for i in range(len(samples))],
+            groups.kept,
+            old,
+            reference,
+        )
+
+    def _batch(
+        self,
+        samples: Sequence[Sample],
+        advantages: Advantages,
+        old: Sequence[np.ndarray] | None,
+        reference: Sequence[np.ndarray] | None,
+    ) -> tuple[TrainBatch, Mapping[str, Moments]]:
+        """What the trainer gets, and the figures of its correction."""
         algorithm = self.config.algorithm
         batch = build_batch(samples, advantages, algorithm.mask_truncated_completions, reference, old)
         return correct(batch, algorithm.correction)
@@ -290,25 +327,33 @@ class Run:
             )
         return dict(results[0].metrics)
 
-    def _update_rollout(self, step: int) -> None:
-        """The engine takes over the new weights; a decoder of its own gets a copy of them first."""
+    def _update_rollout(self, step: int, position: int) -> None:
+        """The engine takes over the new weights; a decoder of its own gets a copy of them first.
+
+        Args:
+            position: where the next step's prompts begin.
+        """
         if self.sampled is not self.decoder:
             self.sampled.copy_from(self.decoder)
             if self.sampled.needs_calibration and step < self.config.optimizer.max_steps:
                 began = time.perf_counter()
-                self.sampled.calibrate([prompt.ids.tolist() for prompt in self._prompts_of(step + 1)])
+                self.sampled.calibrate(self._calibration_ids(position))
                 self._seconds["recalibrate"] = time.perf_counter() - began
         self.engine.update_weights(self.sampled)
 
     def _calibrate(self) -> None:
         """KV scales for weights that have none: those of version 0, from the prompts of the first step; one-sided,
         those of the rollout's copy, from the prompts of the step to come."""
-        steps = {self.sampled: self.step + 1, self.decoder: 1}
+        positions = {self.sampled: self.position, self.decoder: 0}
         if self.reference is not None:
-            steps[self.reference.decoder] = 1
-        for decoder, step in steps.items():
+            positions[self.reference.decoder] = 0
+        for decoder, position in positions.items():
             if decoder.needs_calibration:
-                decoder.calibrate([prompt.ids.tolist() for prompt in self._prompts_of(step)])
+                decoder.calibrate(self._calibration_ids(position))
+
+    def _calibration_ids(self, position: int) -> list[list[int]]:
+        """Prompts that KV scales are calibrated on: those of a step that begins at `position`, one per sample."""
+        return [prompt.ids.tolist() for prompt in self._prompts_at(position, self.config.rollout.prompts_per_step)]
 
     # ---- evaluation
 
@@ -363,11 +408,14 @@ class Run:
             values = tuple(advantages.values.tolist())
             write_rollout(self.folder.rollouts, LoggedRollout(step, tuple(samples), tuple(scores.totals), values))
 
-    def _log_step(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float], seconds: float) -> None:
-        drawn = sum(len(s.completion_ids) for s in samples)
+    def _log_step(self, step: int, drawn: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """
+        Args:
+            drawn: completion tokens that were sampled for the step.
+        """
         record = {
             "step": step,
-            "epoch": step * self.config.rollout.prompts_per_step / len(self.prompts),
+            "epoch": self.position / len(self.prompts),
             **metrics,
             "num_tokens": self.num_tokens,
             "tokens_per_second": drawn / self._seconds["rollout"],
@@ -405,6 +453,7 @@ class Run:
     def _save_checkpoint(self) -> None:
         self.observer.phase(self.step, "checkpoint")
         extra = {"config": self.config.model_dump(mode="json"), "num_tokens": self.num_tokens}
+        extra["position"] = self.position
         extra |= side_facts(self.decoder.numerics, self.sampled.numerics)
         keep = self.config.checkpoint.keep
         save_checkpoint(self.folder.checkpoints, self.step, self.trainer, extra, keep)

@@ -10,12 +10,19 @@ Per live token, with x the trainer's log-prob, r = exp(clamp(x - old, +-20)) and
 
     l = -w min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta * KL - entropy_coef * entropy
 
+With `surrogate` cispo the first term is -w clip(r, 1 - epsilon, 1 + epsilon_high) A x, its clipped ratio a number that
+is not differentiated. With `level` sequence r is the geometric mean of the ratios of the sample's live tokens, and its
+derivative by x is r: GSPO-token, which is GSPO where all tokens of a sample have one advantage. A micro-batch therefore
+holds whole samples.
+
 w is 1, or the importance weight that a correction gave the token (rl/correction.py): a number, never differentiated.
 A token that a correction rejected is not live, so denominators count without it; one of weight 0 is.
 
-Clipped surrogate: Schulman et al. 2017 (PPO), equation 7; asymmetric range and token mean: Yu et al. 2025 (DAPO);
-constant length: Liu et al. 2025 (Dr. GRPO). KL estimates with d = x - ref, clamped to +-20 (Schulman, "Approximating KL
-divergence"): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. A clamp has derivative 0 beyond its limit.
+Clipped surrogate: Schulman et al. 2017 (PPO), equation 7; asymmetric range and token mean: Yu et al. 2025 (DAPO),
+equation 8; constant length: Liu et al. 2025 (Dr. GRPO); sequence ratio: Zheng et al. 2025 ("Group sequence policy
+optimization"), equation 5 and section 4.3; cispo: MiniMax 2025 ("MiniMax-M1"), equations 4 and 5. KL estimates with
+d = x - ref, clamped to +-20 (Schulman, "Approximating KL divergence"): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. A
+clamp has derivative 0 beyond its limit.
 """
 
 import dataclasses
@@ -30,6 +37,8 @@ from zerogap.rl.correction import LOG_RATIO_LIMIT, exponential, mismatch_metrics
 from zerogap.types import Denominators, LossResult, TokenRows, TrainBatch
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "sequence_sum")
+SURROGATES = ("clip", "cispo")
+LEVELS = ("token", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +52,8 @@ class PolicyLoss:
         beta, kl_estimator: weight and kind (`k1`, `k2`, `k3`) of the KL to the reference.
         entropy_coef: weight of the entropy, subtracted.
         max_completion_length: tokens; only for `dr_grpo`.
+        surrogate: `clip`, or `cispo` (epsilon of 1 or more: no lower bound).
+        level: whose ratio is clipped, a `token`'s or a `sequence`'s.
     """
 
     loss_type: str = "dapo"
@@ -52,12 +63,18 @@ class PolicyLoss:
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     max_completion_length: int = 0
+    surrogate: str = "clip"
+    level: str = "token"
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
             raise ConfigError("algorithm.loss_type", self.loss_type, f"choose one of {', '.join(LOSS_TYPES)}")
         if self.kl_estimator not in ("k1", "k2", "k3"):
             raise ConfigError("algorithm.kl_estimator", self.kl_estimator, "choose k1, k2 or k3")
+        if self.surrogate not in SURROGATES:
+            raise ConfigError("algorithm.surrogate", self.surrogate, f"choose one of {', '.join(SURROGATES)}")
+        if self.level not in LEVELS:
+            raise ConfigError("algorithm.importance_sampling_level", self.level, f"choose {' or '.join(LEVELS)}")
         if self.loss_type == "dr_grpo" and self.max_completion_length < 1:
             raise ConfigError("rollout.max_completion_length", self.max_completion_length, "dr_grpo divides by it")
 
@@ -68,10 +85,12 @@ class PolicyLoss:
             loss_type=algorithm.loss_type,
             epsilon=algorithm.epsilon,
             epsilon_high=algorithm.clip_high,
-            beta=algorithm.beta,
+            beta=algorithm.loss_beta,
             kl_estimator=algorithm.kl_estimator,
             entropy_coef=algorithm.entropy_coef,
             max_completion_length=max_completion_length,
+            surrogate=algorithm.surrogate,
+            level=algorithm.importance_sampling_level,
         )
 
     def denominators(self, batch: TrainBatch) -> Denominators:
@@ -92,11 +111,14 @@ class PolicyLoss:
         live = rows.mask
         logp = rows.logp[live].astype(np.float64)
         weight = self._weights(rows.sample[live], denominators)
-        value, slope, metrics = self._surrogate(logp, rows.old_logp[live].astype(np.float64), rows.advantage[live])
+        log_ratio = logp - rows.old_logp[live].astype(np.float64)
+        if self.level == "sequence":
+            log_ratio = _sequence_means(log_ratio, rows.sample[live], denominators)
+        value, slope, metrics = self._surrogate(logp, log_ratio, rows.advantage[live])
         if rows.weights is not None:
             value, slope = value * rows.weights[live], slope * rows.weights[live]
         if rows.ref_logp is not None:
-            kl, kl_slope = self._kl(logp, rows.ref_logp[live].astype(np.float64))
+            kl, kl_slope = reference_kl(logp, rows.ref_logp[live].astype(np.float64), self.kl_estimator)
             value, slope = value + self.beta * kl, slope + self.beta * kl_slope
             metrics["kl"] = Moments.of(kl)
         entropy = rows.entropy[live].astype(np.float64)
@@ -122,34 +144,49 @@ class PolicyLoss:
         return np.ones(len(sample)) / (denominators.sequences * length) if len(sample) else np.zeros(0)
 
     def _surrogate(
-        self, logp: np.ndarray, old: np.ndarray, advantage: np.ndarray
+        self, logp: np.ndarray, log_ratio: np.ndarray, advantage: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, dict[str, Moments]]:
-        """(loss, derivative by logp, clip metrics) of the clipped surrogate, per token."""
-        log_ratio = logp - old
+        """(loss, derivative by logp, clip metrics) of the surrogate, per token."""
         inside = np.abs(log_ratio) <= LOG_RATIO_LIMIT
         ratio = exponential(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
         low, high = 1.0 - self.epsilon, 1.0 + self.epsilon_high
+        if self.surrogate == "cispo":
+            weight = np.clip(ratio, low, high)
+            return -weight * advantage * logp, -weight * advantage, _clipped(ratio < low, ratio > high)
         plain, clipped = ratio * advantage, np.clip(ratio, low, high) * advantage
         # Where both branches tie, the ratio is within the range or the advantage is 0: take the plain one's slope.
         slope = np.where((plain <= clipped) & inside, -plain, 0.0)
-        too_low, too_high = (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
-        metrics = {
-            "clip_ratio/low": Moments.of(too_low),
-            "clip_ratio/high": Moments.of(too_high),
-            "clip_ratio/region": Moments.of(too_low | too_high),
-        }
+        metrics = _clipped((ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0))
         return -np.minimum(plain, clipped), slope, metrics
 
-    def _kl(self, logp: np.ndarray, ref: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(estimate, derivative by logp) of the KL to the reference, per token."""
-        inside = np.abs(logp - ref) <= LOG_RATIO_LIMIT
-        d = np.clip(logp - ref, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        if self.kl_estimator == "k1":
-            return d, inside.astype(np.float64)
-        if self.kl_estimator == "k2":
-            return 0.5 * d * d, np.where(inside, d, 0.0)
-        growth = np.array([math.expm1(-v) for v in d.tolist()], np.float64)
-        return growth + d, np.where(inside, -growth, 0.0)
+
+def reference_kl(logp: np.ndarray, ref: np.ndarray, estimator: str) -> tuple[np.ndarray, np.ndarray]:
+    """(estimate `k1`, `k2` or `k3`, derivative by logp) of the KL to the reference, float64 [T] each."""
+    inside = np.abs(logp - ref) <= LOG_RATIO_LIMIT
+    d = np.clip(logp - ref, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        return d, inside.astype(np.float64)
+    if estimator == "k2":
+        return 0.5 * d * d, np.where(inside, d, 0.0)
+    growth = np.array([math.expm1(-v) for v in d.tolist()], np.float64)
+    return growth + d, np.where(inside, -growth, 0.0)
+
+
+def _sequence_means(values: np.ndarray, sample: np.ndarray, denominators: Denominators) -> np.ndarray:
+    """float64 [T]: for each live token the mean of `values` over its sample's live tokens, an exact sum divided."""
+    names, place, counts = np.unique(sample, return_inverse=True, return_counts=True)
+    whole = denominators.sample_tokens[names]
+    assert (counts == whole).all(), f"samples {names[counts != whole]} are split over micro-batches"
+    parts = np.split(values[np.argsort(place, kind="stable")], np.cumsum(counts)[:-1]) if len(names) else []
+    return np.array([math.fsum(part.tolist()) for part in parts], np.float64)[place] / counts[place]
+
+
+def _clipped(low: np.ndarray, high: np.ndarray) -> dict[str, Moments]:
+    return {
+        "clip_ratio/low": Moments.of(low),
+        "clip_ratio/high": Moments.of(high),
+        "clip_ratio/region": Moments.of(low | high),
+    }
 
 
 def _require_finite(rows: TokenRows, dlogp: np.ndarray | None = None) -> None:

@@ -127,6 +127,7 @@ def plan(model: str, numerics: Numerics, spec: ModelSpec, tokenizer: Tokenizer, 
         "max_batch_tokens": 256,
     }
     recipe["algorithm"] |= {"mask_truncated_completions": False}  # nearly all of so short completions are
+    recipe["algorithm"] |= {"group_filter": {}, "dynamic_sampling": {}}  # every prompt that is drawn is trained on
     recipe["optimizer"] |= {"max_steps": STEPS, "warmup_steps": 0, "lr_scheduler_type": "constant"}
     recipe["optimizer"]["learning_rate"] = max(LEARNING_RATE, config.optimizer.learning_rate)
     recipe["moe"] |= {"record_routing": spec.moe is not None}

@@ -191,12 +191,11 @@ class TrainBatch:
 
     Attributes:
         samples: the samples; a sample without completion tokens contributes nothing.
-        advantages: float64 [S], of every token of a sample.
+        advantages, token_advantages: float64 [S]; where tokens of a sample differ, also float64 [C] per sample.
         masks: bool [C] per sample; True where a completion token takes part in the loss.
         old_logprobs: float32 [C] per sample, or None for the rollout's own.
         ref_logprobs: float32 [C] per sample by the reference model, or None when the loss has no KL term.
         weights, rejected: float64 [C] and bool [C] per sample, as in `TokenRows` (`rl.correction.correct`), or None.
-        token_advantages: float64 [C] per sample, in place of `advantages` where tokens of a sample differ, or None.
     """
 
     samples: tuple[Sample, ...]
@@ -229,8 +228,7 @@ class TrainBatch:
 
         lengths = np.array([len(self.samples[i].completion_ids) for i in indices], np.int64)
         rollout = column([s.logprobs for s in self.samples], np.float32)
-        sample = np.repeat(np.asarray(indices, np.int64), lengths)
-        tokens = self.token_advantages
+        sample, own = np.repeat(np.asarray(indices, np.int64), lengths), self.token_advantages
         return TokenRows(
             sample=sample,
             position=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in lengths)]),
@@ -239,7 +237,7 @@ class TrainBatch:
             rollout_logp=rollout,
             old_logp=rollout if self.old_logprobs is None else column(self.old_logprobs, np.float32),
             ref_logp=None if self.ref_logprobs is None else column(self.ref_logprobs, np.float32),
-            advantage=np.asarray(self.advantages, np.float64)[sample] if tokens is None else column(tokens, np.float64),
+            advantage=np.asarray(self.advantages, np.float64)[sample] if own is None else column(own, np.float64),
             mask=column(self.masks, np.bool_),
             current=column([s.versions for s in self.samples], np.int64) == version,
             weights=None if self.weights is None else column(self.weights, np.float64),

@@ -301,6 +301,17 @@ def test_cispo_keeps_every_gradient_and_counts_what_it_clips():
     np.testing.assert_allclose(result.dlogp[rows.mask], expected, rtol=2**-23)
 
 
+@pytest.mark.parametrize(("name", "other"), [("gspo", {"name": "grpo"}), ("cispo", {}), ("rloo", {"name": "rloo"})])
+def test_on_the_policy_that_drew_the_tokens_ratios_do_nothing(name, other):
+    batch, rows = make_batch((50, 3, 7), seed=6)
+    rows = dataclasses.replace(rows, logp=rows.rollout_logp, ref_logp=None)
+    losses = loss_of(name), PolicyLoss.from_config(AlgorithmConfig(**other), 4)
+    ours, theirs = (loss(rows, loss.denominators(batch)) for loss in losses)
+    assert (ours.dlogp.view(np.int32) == theirs.dlogp.view(np.int32)).all()
+    if name == "rloo":  # REINFORCE: every log-prob's derivative is the advantage, over the number of completions
+        np.testing.assert_allclose(ours.dlogp, -rows.advantage * rows.mask / 3, rtol=2**-23)
+
+
 def test_switches_are_checked():
     for wrong in ({"surrogate": "ppo"}, {"level": "word"}):
         with pytest.raises(ConfigError, match="choose"):

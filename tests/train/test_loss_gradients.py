@@ -34,9 +34,15 @@ def with_reference(batch: TrainBatch, distance: float = 0.3) -> TrainBatch:
     return dataclasses.replace(batch, old_logprobs=around(), ref_logprobs=around())
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+LOSSES = {name: {"loss_type": name} for name in LOSS_TYPES} | {
+    "cispo": {"surrogate": "cispo"},
+    "gspo": {"loss_type": "grpo", "level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("bins", [1, 2])
-def test_gradients_of_every_loss_do_not_depend_on_micro_batches(loss_type, bins):
+def test_gradients_of_every_loss_do_not_depend_on_micro_batches(settings, bins):
     """Completions of 1 and of 1,000 tokens in one batch, some tokens masked."""
     trainer = make_trainer(pack_tokens=256, grad_bins=bins, micro_batch_tokens=1)
     lengths = ((3, 1), (5, 1000), (60, 90), (40, 1), (4, 30))
@@ -44,7 +50,7 @@ def test_gradients_of_every_loss_do_not_depend_on_micro_batches(loss_type, bins)
     masks = [m.copy() for m in batch.masks]
     masks[1][::3], masks[4][:] = False, False
     batch = dataclasses.replace(batch, masks=tuple(masks))
-    loss = PolicyLoss(loss_type, beta=0.1, entropy_coef=0.01, max_completion_length=1000)
+    loss = PolicyLoss(beta=0.1, entropy_coef=0.01, max_completion_length=1000, **settings)
     first, gradients = backward(trainer, batch, loss)
     assert (first.compared_tokens, first.mismatched_tokens) == (1122, 0)
     assert all(g.abs().sum() > 0 for g in gradients.values())

@@ -108,6 +108,11 @@ def test_the_kl_in_the_reward_by_hand():
     assert flatten(plain.metrics)["reward"] == flatten(rloo.metrics)["reward"] == 0.5  # the KL has its own metric
 
 
+def test_a_kl_in_the_reward_is_not_in_the_loss():
+    assert loss_of("rloo", beta=0.1).beta == 0.0
+    assert loss_of("rloo", beta=0.1, kl_in_reward=False).beta == loss_of("grpo", beta=0.1).beta == 0.1
+
+
 def test_a_kl_of_numbers_that_are_none_is_named():
     samples = [make_sample(2), make_sample(3)]
     zeros = [np.zeros(2, np.float32), np.zeros(3, np.float32)]
@@ -264,6 +269,20 @@ def test_bits_do_not_depend_on_micro_batches_or_their_order(name, lengths):
             assert (piece.dlogp.view(np.int32) == expected.view(np.int32)).all()
 
 
+def test_a_sequence_ratio_does_not_depend_on_the_order_of_its_tokens():
+    loss = loss_of("gspo")
+    batch, rows = make_batch((700, 400), seed=7, ref=False)
+    gap = 2.0 + 25.0 * np.random.default_rng(0).standard_normal(len(rows.sample))  # sums that round differently
+    rows = dataclasses.replace(rows, logp=(rows.old_logp + gap).astype(np.float32), advantage=-np.ones(len(gap)))
+    denominators = loss.denominators(batch)
+    whole = loss(rows, denominators)
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(len(rows.sample))
+        mixed = loss(pick(rows, order), denominators)
+        assert (mixed.loss, mixed.metrics) == (whole.loss, whole.metrics)
+        assert (mixed.dlogp.view(np.int32) == whole.dlogp[order].view(np.int32)).all()
+
+
 def test_a_sequence_ratio_needs_the_whole_sample():
     loss = loss_of("gspo")
     batch, rows = make_batch((5, 3), seed=1)
@@ -289,7 +308,8 @@ def test_tokens_of_one_ratio_and_their_own_advantages():
 
 
 def test_cispo_keeps_every_gradient_and_counts_what_it_clips():
-    batch, rows = make_batch((200,), seed=2, spread=1.0)
+    batch, rows = make_batch((100, 100), seed=2, spread=1.0)
+    rows = dataclasses.replace(rows, advantage=np.repeat([1.5, -0.5], 100))
     loss = PolicyLoss(epsilon=0.3, epsilon_high=1.5, surrogate="cispo")
     result = loss(rows, loss.denominators(batch))
     ratio = np.exp(rows.logp.astype(np.float64) - rows.old_logp)[rows.mask]

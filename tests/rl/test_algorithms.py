@@ -272,8 +272,10 @@ def test_bits_do_not_depend_on_micro_batches_or_their_order(name, lengths):
 def test_a_sequence_ratio_does_not_depend_on_the_order_of_its_tokens():
     loss = loss_of("gspo")
     batch, rows = make_batch((700, 400), seed=7, ref=False)
-    gap = 2.0 + 25.0 * np.random.default_rng(0).standard_normal(len(rows.sample))  # sums that round differently
-    rows = dataclasses.replace(rows, logp=(rows.old_logp + gap).astype(np.float32), advantage=-np.ones(len(gap)))
+    rng, count = np.random.default_rng(0), 1100
+    # sums of about 4,000 with bits far below: every order rounds otherwise, and a ratio of e^7 shows it
+    old, logp = (-(10.0 ** rng.uniform(*ends, count)).astype(np.float32) for ends in ((0.5, 1.1), (-12, -3)))
+    rows = dataclasses.replace(rows, old_logp=old, logp=logp, advantage=-np.ones(count))
     denominators = loss.denominators(batch)
     whole = loss(rows, denominators)
     for seed in range(5):

@@ -378,7 +378,11 @@ def _field(search: _Search, sets: set[frozenset[str]], left: Variant, right: Var
 
 
 def _cause(kind: str, field: str, name: str, left: Variant, right: Variant, sets: set[frozenset[str]]) -> Cause:
-    words = "; ".join(f"{f}: A {left[f]}, B {right[f]}" for f in sorted(left.differences(right)))
+    told = {f: f"{f}: A {left[f]}, B {right[f]}" for f in sorted(left.differences(right))}
+    words = "; ".join(told.values())
+    if field in told and len(told) > 1:
+        beside = "; ".join(text for f, text in told.items() if f != field)
+        words = f"{told[field]} (the forms also differ, to less effect, in {beside})"
     if len(sets) > 1:
         fields = " | ".join(sorted(" + ".join(sorted(s)) for s in sets))
         words += f" (these fields explain the bits equally: {fields})"

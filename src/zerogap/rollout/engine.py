@@ -36,6 +36,7 @@ from zerogap.rollout.requests import Prompt, RequestLimits
 from zerogap.rollout.sampler import DrawnRows, Sampler
 from zerogap.rollout.scheduler import Chunk, Scheduler
 from zerogap.rollout.sequence import Sequence
+from zerogap.rollout.speculate import PASS_ROWS, Speculation, Speculator
 from zerogap.routing import RoutingRecord
 from zerogap.text import Tokenizer
 from zerogap.types import ForwardContext, Sample, SamplingKey, SamplingParams
@@ -60,6 +61,7 @@ class Engine:
         max_sequences: int = 32,
         prefix_cache: bool = True,
         record_routing: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +73,7 @@ class Engine:
             max_sequences: most sequences that are decoded together.
             prefix_cache: reuse the pages of equal beginnings. None of these five changes a bit of any result.
             record_routing: samples of a mixture-of-experts model say which experts each token went to.
+            speculation: guess tokens and verify several at once; None: do not. Changes no bit either.
 
         Raises:
             ConfigError: a setting out of range.
@@ -88,10 +91,13 @@ class Engine:
         self._cache = KVCache.of(decoder, page_size, kv_cache_bytes, 2 * max_sequences * pages_each)
         pages_each = min(pages_each, self._cache.num_pages)
         self._record_routing = record_routing
+        speculation = speculation or Speculation()
+        self._speculator = Speculator(speculation) if speculation.draft_tokens else None
+        outputs = min(max_batch_tokens, speculation.most_rows(max_sequences))
         self._batch = BatchBuffers(
-            max_batch_tokens, max_sequences, pages_each, page_size, self._new_routing_record(max_batch_tokens)
+            max_batch_tokens, max_sequences, pages_each, page_size, self._new_routing_record(max_batch_tokens), outputs
         )
-        self._sampler = Sampler(max_sequences, decoder.head.spec.out_leaf_size)
+        self._sampler = Sampler(max_sequences, decoder.head.spec.out_leaf_size, outputs)
         pool = PagePool(self._cache.num_pages, page_size, prefix_cache)
         self._scheduler = Scheduler(pool, self._batch.page_table.numpy(), max_batch_tokens, max_sequences)
         self._limits = RequestLimits(decoder.spec, decoder.max_positions, self._cache, tokenizer)
@@ -227,6 +233,12 @@ class Engine:
         ]
         return torch.cat(parts).numpy()
 
+    def remember(self, samples: List[Sample]) -> None:
+        """Samples of earlier runs, oldest first, that speculation may copy from. What the engine draws itself it
+        remembers anyway. Changes no bit; nothing without speculation."""
+        if self._speculator is not None:
+            self._speculator.remember(samples)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running sequences keep their pages."""
         self._scheduler.pool.forget()
@@ -246,6 +258,8 @@ class Engine:
         self._require_current()
         began = time.perf_counter()
         try:
+            if self._speculator is not None:
+                self._speculator.propose(self._scheduler.running)
             if not (chunks := self._scheduler.schedule()):
                 return []
             num_tokens, drawing = self._batch.fill(chunks)
@@ -253,11 +267,11 @@ class Engine:
         except BaseException:
             self._scheduler.drop_all()  # pages were published before they were computed
             raise
-        stepped = self._apply(chunks, drawn)
-        self._count(chunks, time.perf_counter() - began)
+        accepted, stepped = self._apply(chunks, drawn)
+        self._count(chunks, accepted, time.perf_counter() - began)
         return stepped
 
-    def _run(self, num_tokens: int, drawing: list[Sequence]) -> DrawnRows:
+    def _run(self, num_tokens: int, drawing: list[tuple[Sequence, int]]) -> DrawnRows:
         """Forward, head and sampling of the rows in the buffers."""
         batch, count = self._batch, len(drawing)
         self._sampler.fill(drawing)
@@ -289,31 +303,51 @@ class Engine:
             raise ConfigError("record_routing", True, "this model has no experts to route to: leave it False")
         return RoutingRecord.allocate(spec.moe.routed_layers(spec.num_layers), rows, spec.moe.top_k)
 
-    def _apply(self, chunks: list[Chunk], drawn: DrawnRows) -> list[Sequence]:
-        """Take over what was computed and drawn; finished sequences leave."""
+    def _apply(self, chunks: list[Chunk], drawn: DrawnRows) -> tuple[int, list[Sequence]]:
+        """Take over what was computed and drawn; finished sequences leave. Returns how many guesses were accepted, and
+        the sequences that drew."""
         stepped: list[Sequence] = []
-        first = 0
+        first = row = accepted = 0
         for chunk in chunks:
-            sequence, draws = chunk.sequence, chunk.draws
+            sequence, valid = chunk.sequence, chunk.size - chunk.drafts
+            if chunk.draws:
+                right = self._take_over(sequence, drawn, row, chunk.drafts)
+                row, accepted, valid = row + 1 + chunk.drafts, accepted + right, valid + right
+                stepped.append(sequence)
             if sequence.routing is not None and self._batch.routing is not None:
-                sequence.routing.write(chunk.start, self._batch.routing.trace(first, chunk.size))
+                sequence.routing.write(chunk.start, self._batch.routing.trace(first, valid))
             first += chunk.size
-            sequence.computed += chunk.size
-            if not draws:
-                continue
-            row = len(stepped)
-            if not math.isfinite(drawn.logprobs[row]):
+            sequence.computed += valid
+            if sequence.finish_reason is not None:
+                self._leave(sequence)
+        return accepted, stepped
+
+    def _take_over(self, sequence: Sequence, drawn: DrawnRows, row: int, drafts: int) -> int:
+        """Append what the row drew, and what the rows after it drew as long as they computed what was drawn before
+        them; returns how many of the guesses are now tokens with keys and values."""
+        tested = right = 0
+        for ahead in range(drafts + 1):
+            if not math.isfinite(drawn.logprobs[row + ahead]):
                 self._refuse_row(sequence)
-            sequence.append(drawn.ids[row], drawn.logprobs[row], self.version)
+            token, guess = drawn.ids[row + ahead], int(sequence.ids[sequence.length]) if ahead < drafts else None
+            sequence.append(token, drawn.logprobs[row + ahead], self.version)
             if sequence.params.filters:
-                sequence.kept_counts.append(drawn.kept_counts[row])
-                sequence.kept_digests.append(drawn.kept_digests[row])
+                sequence.kept_counts.append(drawn.kept_counts[row + ahead])
+                sequence.kept_digests.append(drawn.kept_digests[row + ahead])
             if sequence.text is not None:
                 self._grow_text(sequence)
-            if sequence.finish_reason is not None:
-                self._scheduler.release(sequence)
-            stepped.append(sequence)
-        return stepped
+            tested, right = tested + (guess is not None), right + (token == guess)
+            if token != guess or sequence.finish_reason is not None:
+                break
+        if self._speculator is not None and tested:
+            self._speculator.verified(sequence, tested, right)
+        return ahead
+
+    def _leave(self, sequence: Sequence) -> None:
+        """A finished or aborted sequence gives up what it holds."""
+        self._scheduler.release(sequence)
+        if self._speculator is not None:
+            self._speculator.finish(sequence)
 
     def _refuse_row(self, sequence: Sequence) -> None:
         self._scheduler.drop_all()  # rows after this one were computed, but not taken over
@@ -332,15 +366,20 @@ class Engine:
         if sequence.finish_reason is not None:
             text.finish()
 
-    def _count(self, chunks: list[Chunk], seconds: float) -> None:
+    def _count(self, chunks: list[Chunk], accepted: int, seconds: float) -> None:
         counts = self._counts
-        rows = sum(chunk.size for chunk in chunks)
-        decode = sum(c.size == 1 and c.start >= c.sequence.prompt_length for c in chunks)
+        rows, drafts = sum(chunk.size for chunk in chunks), sum(chunk.drafts for chunk in chunks)
+        decode = sum(c.size - c.drafts == 1 and c.start >= c.sequence.prompt_length for c in chunks)
         counts.steps += 1
-        counts.prefill_tokens += rows - decode
+        counts.prefill_tokens += rows - decode - drafts
         counts.decode_tokens += decode
-        counts.decode_seconds += seconds * decode / rows
-        counts.prefill_seconds += seconds * (rows - decode) / rows
+        counts.draft_tokens += drafts
+        counts.accepted_tokens += accepted
+        if decode:
+            counts.decode_cost += PASS_ROWS + decode + drafts
+            counts.plain_cost += (PASS_ROWS + decode) * (decode + accepted) / decode
+        counts.decode_seconds += seconds * (decode + drafts) / rows
+        counts.prefill_seconds += seconds * (rows - decode - drafts) / rows
 
     # ---- requests
 
@@ -376,7 +415,7 @@ class Engine:
         """Take out what is not finished, after an error or when nobody wants it any more."""
         for sequence in sequences:
             if sequence.finish_reason is None:
-                self._scheduler.release(sequence)
+                self._leave(sequence)
                 sequence.finish_reason = "abort"
 
     def _text(self, sequence: Sequence) -> str:

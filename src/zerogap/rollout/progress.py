@@ -10,6 +10,10 @@ class Statistics:
     Attributes:
         prefill_tokens: rows that computed known tokens (prompts, and what a preemption or an update made necessary).
         decode_tokens: rows that computed the newest drawn token of a sequence, one each.
+        draft_tokens: rows that computed guesses behind these.
+        accepted_tokens: of the guesses, those that became tokens without a row of their own: each saved one.
+        decode_cost, plain_cost: what decoding cost by the model that speculation decides with (`PASS_ROWS` and the
+            rows of every pass), and what it would have cost without guesses.
         cache_hit_tokens: tokens whose keys and values were found in the prefix cache.
         preemptions: times a sequence had to give up its pages.
     """
@@ -17,6 +21,10 @@ class Statistics:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    decode_cost: float = 0.0
+    plain_cost: float = 0.0
     cache_hit_tokens: int = 0
     preemptions: int = 0
     prefill_seconds: float = 0.0

@@ -18,16 +18,18 @@ from zerogap.rollout.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `start + size` of a sequence, to be computed in this step."""
+    """Tokens `start` to `start + size` of a sequence, to be computed in this step; the last `drafts` are guesses that
+    stand behind the known ones, and each of these draws a token, too."""
 
     sequence: Sequence
     start: int
     size: int
+    drafts: int = 0
 
     @property
     def draws(self) -> bool:
         """True if this computes the last known token, so that the next one can be drawn."""
-        return self.start + self.size == self.sequence.length
+        return self.start + self.size - self.drafts == self.sequence.length
 
 
 class Scheduler:
@@ -75,8 +77,9 @@ class Scheduler:
             assert count > 0, "more running sequences than tokens in a step"
             if not self._reserve(sequence, sequence.computed + count):
                 break  # it was the latest one, and has been preempted itself
-            chunks.append(self._chunk(sequence, count))
-            budget -= count
+            drafts = self._room_for_drafts(sequence, budget - count - (len(self.running) - place - 1))
+            chunks.append(self._chunk(sequence, count, drafts))
+            budget -= count + drafts
             place += 1
         if preemptions == self.preemptions:
             self._admit(chunks, budget)
@@ -107,15 +110,16 @@ class Scheduler:
             chunks.append(self._chunk(sequence, count))
             budget -= count
 
-    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        """The chunk of the next `count` tokens; the pages that it fills are published."""
+    def _chunk(self, sequence: Sequence, count: int, drafts: int = 0) -> Chunk:
+        """The chunk of the next `count` known tokens and the guesses behind them; the pages that known tokens fill are
+        published. A page with a guess in it is not, before the guess has become a known token."""
         page_size = self.pool.page_size
         if self.pool.prefix_cache:
             for i in range(len(sequence.page_keys), (sequence.computed + count) // page_size):
                 parent = sequence.page_keys[-1] if i else self.root_key
                 sequence.page_keys.append(chain_key(parent, sequence.ids[i * page_size : (i + 1) * page_size]))
                 self.pool.publish(sequence.pages[i], sequence.page_keys[i])
-        return Chunk(sequence, sequence.computed, count)
+        return Chunk(sequence, sequence.computed, count + drafts, drafts)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Shared pages of the longest published prefix, without the last known token: its logits are needed."""
@@ -149,6 +153,20 @@ class Scheduler:
                 return False
         return True
 
+    def _room_for_drafts(self, sequence: Sequence, budget: int) -> int:
+        """How many guesses of a sequence fit into `budget` tokens, and into pages that nobody else needs for now."""
+        drafts = min(sequence.drafts, budget)
+        if drafts <= 0:
+            return 0
+        pages, page_size = sequence.pages, self.pool.page_size
+        while len(pages) * page_size < sequence.length + drafts:
+            page = self.pool.take() if self.pool.available > len(self.running) else None
+            if page is None:
+                return len(pages) * page_size - sequence.length
+            self.page_table[sequence.slot, len(pages)] = page
+            pages.append(page)
+        return drafts
+
     def release(self, sequence: Sequence) -> None:
         """Take a finished or aborted sequence out, wherever it is; its pages are given back."""
         if sequence.slot >= 0:
@@ -168,7 +186,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self.give_back(sequence.pages)
-        sequence.slot, sequence.pages, sequence.computed = -1, [], 0
+        sequence.slot, sequence.pages, sequence.computed, sequence.drafts = -1, [], 0, 0
         sequence.page_keys.clear()
 
     def give_back(self, pages: list[int]) -> None:

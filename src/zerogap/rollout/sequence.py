@@ -33,6 +33,7 @@ class Sequence:
         params, key: as given by the caller.
         stop_ids: ids that end it.
         ids: int32 [prompt + max_tokens]; the first `length` are known.
+        drafts: guessed tokens that stand behind the known ones in `ids`, for the next pass to verify.
         computed: tokens whose keys and values stand in pages.
         slot: row of the page table while running, else -1.
         pages: page of each run of `page_size` tokens.
@@ -50,6 +51,7 @@ class Sequence:
     stop_ids: frozenset[int]
     ids: np.ndarray
     length: int
+    drafts: int = 0
     computed: int = 0
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)

@@ -55,8 +55,9 @@ def verify(
 ) -> None:
     """Check that rollout engine and trainer compute the same bits for a model on this machine.
 
-    Runs the parity ladder: batch, packing, prefill, chunks, decoding, cache states, a second step after update and
-    reload, and rollout against trainer over several optimizer steps. The exit code is 0 only when all checks are exact.
+    Runs the parity ladder: batch, packing, prefill, chunks, decoding, cache states, speculation, a second step after
+    update and reload, and rollout against trainer over several optimizer steps. The exit code is 0 only when all checks
+    are exact.
 
     --certificate FILE records what was compared, --check FILE runs such a record again, field by field.
     """

@@ -9,6 +9,19 @@ from zerogap.config.section import Count, Fraction01, Names, Positive, Section
 from zerogap.errors import ConfigError
 
 
+class SpeculationConfig(Section):
+    """Guess tokens from the prompt, the group and earlier completions, and verify several in one pass."""
+
+    draft_tokens: Annotated[int, Field(ge=0, le=16)] = Field(
+        default=0,
+        description="most guessed tokens of a sequence in one pass; 0: off. Pays where few sequences are decoded at a "
+        "time and prompts come again; changes no bit",
+    )
+    min_match: Annotated[int, Field(ge=1, le=16)] = Field(
+        default=2, description="tokens that must agree before a place that guesses are copied from; changes no bit"
+    )
+
+
 class RolloutConfig(Section):
     """How completions are sampled, and the memory the engine may use."""
 
@@ -44,6 +57,7 @@ class RolloutConfig(Section):
     max_batch_tokens: Positive = Field(default=1024, description="most tokens of one forward pass; changes no bit")
     max_sequences: Positive = Field(default=64, description="most sequences that are decoded together; changes no bit")
     prefix_cache: bool = Field(default=True, description="reuse the KV of shared prompt beginnings; changes no bit")
+    speculation: SpeculationConfig = SpeculationConfig()
 
     @pydantic.model_validator(mode="after")
     def _can_be_honoured(self) -> "RolloutConfig":

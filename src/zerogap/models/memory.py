@@ -26,6 +26,7 @@ PANEL = 64  # output columns of a packed panel (ops.cpu.gemm)
 FP32 = 4
 KV_PAGE = 64  # tokens of a page of the trainer's scratch (train.packing)
 HEAD_ROWS = 128  # rows of logits that exist at a time (ops.logprob)
+DRAFT_ROWS = 128  # most guessed rows of one of the engine's passes (rollout.speculate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,5 +382,6 @@ def _engine_bytes(spec: ModelSpec, config: RunConfig, layout: Layout) -> int:
     per_token = 5 * spec.hidden_size + 2 * sum(_widths(spec, numerics, layout))
     if spec.moe is not None:
         per_token += spec.moe.top_k * (2 * spec.hidden_size + 3 * spec.moe.expert_size)
-    logits = rollout.max_sequences * spec.vocab_size * FP32
+    drafts = min(DRAFT_ROWS, rollout.max_sequences * rollout.speculation.draft_tokens)
+    logits = min(rollout.max_batch_tokens, rollout.max_sequences + drafts) * spec.vocab_size * FP32
     return rollout.max_batch_tokens * per_token * numerics.storage.nbytes + logits

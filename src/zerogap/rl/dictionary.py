@@ -315,6 +315,23 @@ CORRECTION = (
     ),
 )
 
+SPECULATION = (
+    Metric(
+        "speculation/acceptance_rate",
+        "share of guessed tokens that were drawn; the row of any other was computed for nothing",
+        _same("", "", "", "", "rollout/spec_accept_rate"),
+    ),
+    Metric(
+        "speculation/tokens_per_pass",
+        "tokens that a sequence gets from one forward pass of decoding, 1 without speculation",
+        _same("", "", "", "", "rollout/spec_accept_length"),
+    ),
+    Metric(
+        "speculation/speed_up",
+        "estimate: cost of decoding without guesses over the cost with them, a pass over r rows costing 12 + r",
+    ),
+)
+
 PROGRESS = (
     Metric("step", "steps done"),
     Metric("epoch", "passes over the prompts", _same("epoch", "training/epoch: whole ones")),
@@ -391,6 +408,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "The gap between rollout and trainer": GAP,
     "Experts": EXPERTS,
     "Corrections": CORRECTION,
+    "Speculation": SPECULATION,
     "Progress and time": PROGRESS,
     "Evaluation": EVALUATION,
 }

@@ -31,12 +31,12 @@ from zerogap.rl.describe import run_facts
 from zerogap.rl.evaluate import summarise
 from zerogap.rl.filters import GroupFilter, Round, StepGroups, fill_slots
 from zerogap.rl.loss import PolicyLoss
-from zerogap.rl.metrics import ONE_SIDED, completion_metrics, flatten, reward_metrics
+from zerogap.rl.metrics import ONE_SIDED, completion_metrics, flatten, reward_metrics, speculation_metrics
 from zerogap.rl.observer import Observer
 from zerogap.rl.report import read_lines, write_report
 from zerogap.rl.resume import require_same_run, starting_point
 from zerogap.rl.reward import RewardScores
-from zerogap.rl.rollout_log import LoggedRollout, write_rollout
+from zerogap.rl.rollout_log import LoggedRollout, logged_steps, read_rollout, write_rollout
 from zerogap.rl.run_folder import RunFolder, side_facts, weight_facts
 from zerogap.rl.setup import Prompt
 from zerogap.rl.tensorboard import EventWriter
@@ -103,6 +103,8 @@ class Run:
         self._calibrate()
         self.engine = setup.build_engine(config, self.sampled, self.tokenizer)
         self.loss = PolicyLoss.from_config(config.algorithm, config.rollout.max_completion_length)
+        if self._continues_here and config.rollout.speculation.draft_tokens:
+            self._remember_rollouts()
         self.stop_asked = False
         self.mismatched_tokens = self.compared_tokens = 0
         self._seconds: dict[str, float] = {}
@@ -122,6 +124,13 @@ class Run:
         require_same_run(self.config, extra["config"], checkpoint)
         self.step, self.num_tokens = facts["step"], extra["num_tokens"]
         self.position = extra.get("position", self.step * self.config.rollout.prompts_per_step)
+
+    def _remember_rollouts(self) -> None:
+        """Completions of the last pass over the prompts, for speculation to copy from as if nothing had stopped."""
+        pass_steps = -(-len(self.prompts) // self.config.rollout.prompts_per_step)
+        for step in logged_steps(self.folder.rollouts):
+            if self.step - pass_steps < step <= self.step:
+                self.engine.remember(read_rollout(self.folder.rollouts, step).samples)
 
     # ---- the run
 
@@ -175,6 +184,7 @@ class Run:
         self._seconds = {}
         if self._is_audited(step):
             self._save_weights()
+        before = self.engine.statistics
         groups = self._draw(step)
         prompts, samples, scores = groups.chosen.prompts, groups.chosen.samples, groups.chosen.scores
         old, reference = self._other_logprobs(samples)
@@ -188,6 +198,8 @@ class Run:
         self.num_tokens += groups.all_tokens
         metrics |= flatten(dict(advantages.metrics) | completion_metrics(samples))
         metrics |= reward_metrics(self.rewards.names, scores.columns) | scores.metrics | groups.metrics()
+        if self.config.rollout.speculation.draft_tokens:
+            metrics |= speculation_metrics(before, self.engine.statistics)
         self._log_step(step, groups.drawn_tokens, metrics, time.perf_counter() - began)
         self._log_completions(step, prompts, samples, scores)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from zerogap.moments import Moments
+from zerogap.rollout.progress import Statistics
 from zerogap.types import Sample
 
 ONE_SIDED = "one_sided"  # 1.0 in every step of a run whose rollout is declared to compute other bits than the trainer
@@ -64,6 +65,19 @@ def flatten(metrics: Mapping[str, Moments]) -> dict[str, float]:
         size = weights.total * weights.total / (weights.count * squares.total) if squares.total else 0
         flat["sampling/effective_sample_size"] = float(size)
     return flat
+
+
+def speculation_metrics(before: Statistics, after: Statistics) -> dict[str, float]:
+    """What guessing did between two states of an engine's counts; empty where nothing was decoded."""
+    decoded, cost = after.decode_tokens - before.decode_tokens, after.decode_cost - before.decode_cost
+    guessed, accepted = (getattr(after, f"{n}_tokens") - getattr(before, f"{n}_tokens") for n in ("draft", "accepted"))
+    if not decoded:
+        return {}
+    return {
+        "speculation/acceptance_rate": accepted / guessed if guessed else 0.0,
+        "speculation/tokens_per_pass": (decoded + accepted) / decoded,
+        "speculation/speed_up": (after.plain_cost - before.plain_cost) / cost,
+    }
 
 
 def completion_metrics(samples: Sequence[Sample]) -> dict[str, Moments]:

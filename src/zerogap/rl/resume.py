@@ -16,7 +16,8 @@ from zerogap.train.checkpoint import list_checkpoints
 FREE = (
     *("output_dir", "logging.", "checkpoint.", "eval.", "parity.", "algorithm.name"),
     *("rollout.page_size", "rollout.kv_cache_memory", "rollout.max_batch_tokens", "rollout.max_sequences"),
-    *("rollout.prefix_cache", "moe.record_routing", "optimizer.micro_batch_tokens", "optimizer.activation_recompute"),
+    *("rollout.prefix_cache", "rollout.speculation.", "moe.record_routing"),
+    *("optimizer.micro_batch_tokens", "optimizer.activation_recompute"),
 )
 
 

@@ -18,6 +18,7 @@ from zerogap.ops.backend import identity
 from zerogap.rl.data import PromptSet, Row, keep_short, load_prompts
 from zerogap.rl.reward import RewardFunctions, load_rewards
 from zerogap.rollout.engine import Engine
+from zerogap.rollout.speculate import Speculation
 from zerogap.text import Tokenizer
 from zerogap.train.optimizer import OptimizerSettings
 from zerogap.train.trainer import Trainer
@@ -141,6 +142,7 @@ def build_engine(config: RunConfig, decoder: Decoder, tokenizer: Tokenizer, page
         max_sequences=rollout.max_sequences,
         prefix_cache=rollout.prefix_cache,
         record_routing=config.moe.record_routing,
+        speculation=Speculation(rollout.speculation.draft_tokens, rollout.speculation.min_match),
     )
 
 

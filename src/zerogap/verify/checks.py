@@ -1,7 +1,7 @@
 """The checks of the parity ladder. Each compares two ways to the same numbers and counts the bits that differ.
 
 Checks compare FP32 logits wherever logits exist on both sides, and log-probs, token ids or digests elsewhere. Numbers
-follow the ladder of docs/architecture.md; 7 (speculation) and 9 (parallel layouts) come with those features.
+follow the ladder of docs/architecture.md; 9 (parallel layouts) comes with that feature.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from zerogap.models.decoder import Decoder
 from zerogap.ops.kv_scales import KVScales
 from zerogap.rl.loss import PolicyLoss
 from zerogap.rollout.engine import Engine
+from zerogap.rollout.speculate import Speculation
 from zerogap.train.optimizer import OptimizerSettings
 from zerogap.train.trainer import Trainer
 from zerogap.types import BlockCodes, Sample, SamplingKey, SamplingParams, TrainBatch
@@ -30,6 +31,7 @@ NamedTensor = tuple[str, torch.Tensor | BlockCodes]
 # Training of a model with experts moves all that a run can move; biases in steps so large that choices change at once.
 BALANCE_LOSS, ROUTER_BIAS_RATE = 0.01, 0.1
 TAILS = ((1,), (2, 3), (4, 5, 6))  # ends of check 6's prompts, whose beginning they share
+GUESS_ALL = Speculation(draft_tokens=6, min_match=1, pass_rows=float("inf"))  # check 7 verifies all that can be guessed
 
 
 @dataclasses.dataclass
@@ -88,6 +90,7 @@ class Subject:
         trainable: tensors that checks 8 and 10 train.
         reload: test seam of check 8: what is written for each tensor (a planted fault replaces it).
         rescale: test seam of check 8: what the KV scales of the export become.
+        guessing: test seam of check 7: makes the engine that guesses.
         logged: test seam of check 10: what the rollout's record becomes before it is trained on.
     """
 
@@ -98,6 +101,7 @@ class Subject:
     trainable: Sequence[str] = ("all",)
     reload: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]] = iter
     rescale: Callable[[list], list] = list
+    guessing: Callable[..., Engine] = Engine
     logged: Callable[[list[Sample]], list[Sample]] = list
 
     @property
@@ -189,8 +193,37 @@ def cache_states(subject: Subject, tally: Tally) -> None:
     tally.values("a sequence was preempted", engine.statistics.preemptions > 0, True)
 
 
+def speculation(subject: Subject, tally: Tally) -> None:
+    """7: tokens guessed and verified several at a time equal plain decoding: greedy, tempered and filtered, where all
+    guesses are right and where most are wrong; and what continues them finds the right pages."""
+    prompts = [[*subject.prompts[-1], *tail] for tail in TAILS]
+    greedy = SamplingParams(temperature=0.0, max_tokens=17, stop_token_ids=())  # a full page more, as in check 6
+    params = [
+        greedy,
+        dataclasses.replace(greedy, temperature=1.0),
+        dataclasses.replace(greedy, temperature=0.7, top_k=20, top_p=0.9),
+    ]
+    plain = Engine(subject.decoder)
+    guessing = subject.guessing(subject.decoder, speculation=GUESS_ALL)
+
+    def drawn(engine: Engine, step: int) -> list[Sample]:
+        keys = [SamplingKey(seed=7, step=step, prompt=i) for i in range(len(prompts))]
+        return engine.generate(prompts, params, keys, num_samples=2)
+
+    for step, what in ((0, "first epoch"), (1, "fresh noise"), (0, "the same noise again")):
+        samples = drawn(guessing, step)
+        tally.samples(what, samples, drawn(plain, step))
+    for sample in samples[::2]:
+        ids = [*sample.prompt_ids.tolist(), *sample.completion_ids.tolist()]
+        rows = (engine.logits(ids, len(ids) - 1) for engine in (guessing, plain))
+        tally.arrays("logits after a completion that was guessed", *rows)
+    counts = guessing.statistics
+    tally.values("a guess was accepted", counts.accepted_tokens > 0, True)
+    tally.values("a guess was rejected", counts.draft_tokens > counts.accepted_tokens, True)
+
+
 def second_step(subject: Subject, tally: Tally) -> None:
-    """8: after an optimizer step, an update, an export and a reload: equal digests, and checks 3 to 6 once more."""
+    """8: after an optimizer step, an update, an export and a reload: equal digests, and checks 3 to 7 once more."""
     _train(subject, Tally(), steps=1, seed=8)
     decoder = subject.decoder
     with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +243,7 @@ def second_step(subject: Subject, tally: Tally) -> None:
     rows = engine_logits(again, prompts, prefix_cache=False, max_batch_tokens=4096)
     for index, (row, other) in enumerate(zip(rows, expected, strict=True)):
         tally.arrays(f"reloaded engine, prompt {index}", row, other)
-    for check in (prefill, chunked_prefill, decoding, cache_states):
+    for check in (prefill, chunked_prefill, decoding, cache_states, speculation):
         check(subject, tally)
 
 

@@ -20,6 +20,9 @@ from zerogap.layers.latent_attention import LatentAttention
 from zerogap.layers.moe import RoutedMLP
 from zerogap.models.decoder import Decoder
 from zerogap.ops import tap
+from zerogap.rollout.engine import Engine
+from zerogap.rollout.sampler import DrawnRows
+from zerogap.rollout.sequence import Sequence
 from zerogap.types import ForwardContext, Sample
 from zerogap.verify.checks import NamedTensor, Subject
 from zerogap.verify.faulty_layers import (
@@ -88,6 +91,13 @@ def _continued_chunks(context: ForwardContext) -> list[int]:
 
 def _decode_rows(context: ForwardContext) -> list[int]:
     return [row for row, count, at in runs(context) if of_engine(context) and count == 1 and at > 0]
+
+
+def _guessed_rows(context: ForwardContext) -> list[int]:
+    """Rows that draw in a sequence of which an earlier row draws, too."""
+    outputs = set([] if context.output_rows is None else context.output_rows.tolist())
+    spans = [range(row + 1, row + count) for row, count, _ in runs(context)]
+    return [row for span in spans for row in span if of_engine(context) and {row - 1, row} <= outputs]
 
 
 def _large_pages(context: ForwardContext) -> list[int]:
@@ -191,6 +201,15 @@ def _rescaled(scales: list) -> list:
     return scales
 
 
+class _Credulous(Engine):
+    """An engine that takes every guess for what its row drew."""
+
+    def _take_over(self, sequence: Sequence, drawn: DrawnRows, row: int, drafts: int) -> int:
+        guesses = sequence.ids[sequence.length : sequence.length + drafts].tolist()
+        ids = [*drawn.ids[:row], *guesses, *drawn.ids[row + drafts :]]
+        return super()._take_over(sequence, dataclasses.replace(drawn, ids=ids), row, drafts)
+
+
 def _shifted(samples: list[Sample]) -> list[Sample]:
     return [dataclasses.replace(s, logprobs=np.roll(s.logprobs, 1)) for s in samples]
 
@@ -220,7 +239,7 @@ FAULTS = {
             "expert-capacity",
             1,
             "an expert drops rows beyond its even share of a pass (experts)",
-            (2, 3, 4, 5, 6, 8, 10),
+            (2, 3, 4, 5, 6, 7, 8, 10),
             _experts(_limited),
             lacks=_no_experts,
         ),
@@ -252,14 +271,14 @@ FAULTS = {
             "chunk-border",
             4,
             "the first row after a chunk border is wrong",
-            (6, 8, 10),
+            (6, 7, 8, 10),
             _first_block(_continued_chunks),
         ),
         Fault(
             "latent-norm",
             4,
             "chunks that continue a prompt store latents without their norm's weight (latent attention)",
-            (6, 8, 10),
+            (6, 7, 8, 10),
             _latents(_plain_norm),
             lacks=_no_latents,
         ),
@@ -267,18 +286,26 @@ FAULTS = {
             "decode-row",
             5,
             "a row decoded alone differs from the same row in a prefill",
-            (6, 8, 10),
+            (6, 7, 8, 10),
             _first_block(_decode_rows),
         ),
         Fault(
             "latent-rope",
             5,
             "a decoded row is rotated, and its key stored, for the next position (latent attention)",
-            (6, 8, 10),
+            (6, 7, 8, 10),
             _latents(_turned_further),
             lacks=_no_latents,
         ),
         Fault("page-size", 6, "results depend on the page size of the cache", (8,), _first_block(_large_pages)),
+        Fault(
+            "draft-row",
+            7,
+            "a row that verifies a guess differs from the same row decoded alone",
+            (8,),
+            _first_block(_guessed_rows),
+        ),
+        Fault("unverified-draft", 7, "guesses are taken for what was drawn", (8,), seams=_seams(guessing=_Credulous)),
         Fault("stale-weight", 8, "one tensor of the export is not the updated one", seams=_seams(reload=_stale)),
         Fault(
             "stale-scales",

@@ -19,7 +19,8 @@ LADDER: dict[int, tuple[str, Check]] = {
     4: ("chunked prefill = whole", checks.chunked_prefill),
     5: ("decode = prefill", checks.decoding),
     6: ("prefix hit, preemption, page size = cold", checks.cache_states),
-    8: ("after step, update, reload: digests, 3-6", checks.second_step),
+    7: ("speculative decoding = plain", checks.speculation),
+    8: ("after step, update, reload: digests, 3-7", checks.second_step),
     10: ("rollout log-probs = trainer, several steps", checks.direct),
 }
 

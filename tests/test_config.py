@@ -35,6 +35,7 @@ CHANGED = {
     "rollout.max_completion_length": 5, "rollout.temperature": 0.6, "rollout.top_k": 5, "rollout.top_p": 0.9,
     "rollout.min_p": 0.1, "rollout.stop": ["\n"], "rollout.page_size": 64, "rollout.kv_cache_memory": 0.5,
     "rollout.max_batch_tokens": 100, "rollout.max_sequences": 4, "rollout.prefix_cache": False,
+    "rollout.speculation.draft_tokens": 8, "rollout.speculation.min_match": 3,
     "algorithm.loss_type": "grpo", "algorithm.scale_rewards": "none", "algorithm.epsilon": 0.1,
     "algorithm.epsilon_high": 0.28, "algorithm.beta": 0.04, "algorithm.kl_estimator": "k1",
     "algorithm.name": "gspo", "algorithm.baseline": "leave_one_out", "algorithm.surrogate": "cispo",

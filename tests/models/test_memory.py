@@ -24,6 +24,7 @@ from zerogap.numerics import preset
 from zerogap.ops.moe import Routing
 from zerogap.rl.setup import scoring_trainer
 from zerogap.rollout.engine import Engine
+from zerogap.rollout.speculate import Speculation
 from zerogap.train.bins import GradientBins
 from zerogap.train.packing import build_micro_batch, plan_packs
 from zerogap.train.trainer import Trainer
@@ -189,6 +190,17 @@ def test_the_cache_is_the_engines(family, numerics, memory_gib):
     pages = [t for kv in cache.layers for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales) if t is not None]
     blocks = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in pages}
     assert planned == sum(blocks.values())
+
+
+@pytest.mark.parametrize(("draft_tokens", "rows"), [(0, 8), (2, 24), (16, 136)])
+def test_rows_that_verify_guesses_have_logits_too(draft_tokens, rows):
+    config = config_of("bf16", f"rollout.speculation.draft_tokens={draft_tokens}")
+    decoder = tiny_decoder("llama")
+    plain = memory.memory_plan(decoder.spec, config_of("bf16")).bytes_of("engine buffers")
+    more = memory.memory_plan(decoder.spec, config).bytes_of("engine buffers") - plain
+    assert more == (rows - 8) * 4 * decoder.spec.vocab_size
+    engine = Engine(decoder, max_batch_tokens=256, max_sequences=8, speculation=Speculation(draft_tokens))
+    assert len(engine._batch.output_rows) == rows
 
 
 @pytest.mark.parametrize("numerics", ["bf16", "fp8"])

@@ -126,10 +126,10 @@ class Run:
         self.position = extra.get("position", self.step * self.config.rollout.prompts_per_step)
 
     def _remember_rollouts(self) -> None:
-        """Completions of the last pass over the prompts, for speculation to copy from as if nothing had stopped."""
-        pass_steps = -(-len(self.prompts) // self.config.rollout.prompts_per_step)
+        """Completions of the last two passes over the prompts, in which each came at least once, for speculation."""
+        steps = 2 * -(-len(self.prompts) // self.config.rollout.prompts_per_step)
         for step in logged_steps(self.folder.rollouts):
-            if self.step - pass_steps < step <= self.step:
+            if self.step - steps < step <= self.step:
                 self.engine.remember(read_rollout(self.folder.rollouts, step).samples)
 
     # ---- the run

@@ -6,13 +6,12 @@ from the completions of the first. Weights stay the same, so acceptance is what 
 and log-prob bits of both epochs are compared; the second is timed, the engines taking turns, each repetition with new
 engines and new noise. At temperature 0 the second epoch repeats the first, and a prompt has one sample.
 
-`--rows` prints instead what a pass over some rows takes, from which `zerogap.rollout.speculate.PASS_ROWS` comes.
+`--rows` prints instead what a pass over some rows takes, from which `zerogap.rollout.speculate.PassCost` comes.
 `--add` appends to the day's result file.
 """
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,7 +118,7 @@ def rows_cost(decoder: Decoder) -> None:
         prompts = generator.integers(0, decoder.spec.vocab_size, (count, 64)).tolist()
         print(f"{count:3d} sequences {1e3 * _pass_seconds(engine, prompts, params):7.2f} ms", flush=True)
     for drafts in (1, 3, 7, 11, 15):
-        engine = Engine(decoder, max_sequences=1, speculation=Speculation(drafts, 1, math.inf))
+        engine = Engine(decoder, max_sequences=1, speculation=Speculation(drafts, 1, always=True))
         prompts = generator.integers(0, decoder.spec.vocab_size, (1, 64)).tolist()
         engine.generate(prompts, params)
         print(f"{1 + drafts:3d} rows of one {1e3 * _pass_seconds(engine, prompts, params):7.2f} ms", flush=True)

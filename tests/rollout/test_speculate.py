@@ -8,13 +8,15 @@ import pytest
 from tests.rollout.tiny_models import engine, shared
 from zerogap.errors import ConfigError
 from zerogap.models import memory
+from zerogap.numerics import preset
 from zerogap.rollout import draft_texts, speculate
 from zerogap.rollout.draft_texts import PROMPT_CHANCE, PromptTexts, TextStore
 from zerogap.rollout.sequence import Request, Sequence
-from zerogap.rollout.speculate import Speculation, Speculator
+from zerogap.rollout.speculate import PassCost, Speculation, Speculator
 from zerogap.types import SamplingKey, SamplingParams
 
 PROMPT = np.array([1, 2, 3, 4, 5], np.int32)
+COST = PassCost(10.5)
 
 
 def ids(*values):
@@ -40,6 +42,10 @@ def running(*drawn, prompt=PROMPT, max_tokens=40, chances=0.9, index=0, **params
         sequence.append(token, math.log(chances), 0)
     sequence.computed = sequence.length - 1
     return sequence
+
+
+def guesser(settings):
+    return Speculator(settings, COST)
 
 
 def guessed(sequence):
@@ -143,7 +149,7 @@ def test_what_is_added_while_a_prompt_is_in_use_joins_it_later():
 
 
 def test_an_earlier_completion_is_followed_while_it_agrees():
-    speculator = Speculator(Speculation(4, pass_rows=math.inf))
+    speculator = guesser(Speculation(4, always=True))
     speculator._store.add(PROMPT, ids(10, 11, 12, 13, 14, 15, 16), logs(*[0.9] * 7))
     speculator._store.add(PROMPT, ids(10, 21, 22, 23, 24), logs(0.9, 0.95, 0.9, 0.9, 0.9))
     mine = running(10)
@@ -156,7 +162,7 @@ def test_an_earlier_completion_is_followed_while_it_agrees():
 
 
 def test_samples_of_the_group_are_followed_while_they_grow():
-    speculator = Speculator(Speculation(4, pass_rows=math.inf))
+    speculator = guesser(Speculation(4, always=True))
     ahead, behind = running(10, 11, 12, 13), running(10, 11, index=1)
     speculator.propose([ahead, behind])
     assert guessed(ahead) == [] and guessed(behind) == [12, 13]
@@ -164,7 +170,7 @@ def test_samples_of_the_group_are_followed_while_they_grow():
 
 @pytest.mark.parametrize("left", [1, 2, 4])
 def test_no_guess_lies_behind_the_last_token(left):
-    speculator = Speculator(Speculation(16, pass_rows=math.inf))
+    speculator = guesser(Speculation(16, always=True))
     speculator._store.add(PROMPT, ids(*range(10, 40)), np.zeros(30, np.float32))
     mine = running(10, max_tokens=1 + left)
     speculator.propose([mine])
@@ -172,7 +178,7 @@ def test_no_guess_lies_behind_the_last_token(left):
 
 
 def test_a_sequence_that_has_more_than_one_token_to_compute_is_left_alone():
-    speculator = Speculator(Speculation(4, pass_rows=math.inf))
+    speculator = guesser(Speculation(4, always=True))
     speculator._store.add(PROMPT, ids(10, 11, 12), logs(1, 1, 1))
     mine, fresh = running(10), running()
     mine.computed, mine.drafts = 0, 3
@@ -182,8 +188,8 @@ def test_a_sequence_that_has_more_than_one_token_to_compute_is_left_alone():
 
 @pytest.mark.parametrize(("sequences", "expected"), [(1, 4), (8, 2), (16, 1), (60, 0)])
 def test_the_more_sequences_the_likelier_a_guess_must_be(sequences, expected):
-    """Chances 0.81, 0.66, 0.53, 0.43 for each, against tokens / (12 + rows): 1/13, 8/20, 16/28, 60/72 at first."""
-    speculator = Speculator(Speculation(4))
+    """Chances 0.81, 0.66, 0.53, 0.43 for each, against 0.04, 0.24, 0.39 and 1 at first; 0.98 from 18 rows on."""
+    speculator = guesser(Speculation(4))
     together = [running(10, prompt=np.append(PROMPT, i).astype(np.int32), index=i) for i in range(sequences)]
     for sequence in together:
         prompt = sequence.ids[: sequence.prompt_length]
@@ -193,7 +199,7 @@ def test_the_more_sequences_the_likelier_a_guess_must_be(sequences, expected):
 
 
 def test_the_number_of_rows_minimises_the_cost_of_a_token():
-    speculator = Speculator(Speculation(8))
+    speculator = guesser(Speculation(8))
     mine, other = running(10), running(30, prompt=ids(9, 9, 9), index=1)
     speculator._store.add(PROMPT, ids(10, *range(50, 58)), logs(*[0.9] * 9))
     speculator._store.add(ids(9, 9, 9), ids(30, *range(50, 58)), logs(*[0.5] * 9))
@@ -201,14 +207,14 @@ def test_the_number_of_rows_minimises_the_cost_of_a_token():
 
     def cost(a, b):
         tokens = sum(0.9**i for i in range(a + 1)) + sum(0.5**i for i in range(b + 1))
-        return (speculate.PASS_ROWS + 2 + a + b) / tokens
+        return COST(2 + a + b) / tokens
 
     best = min((cost(a, b), a, b) for a in range(9) for b in range(9))
     assert (mine.drafts, other.drafts) == best[1:] and best[1] > best[2] > 0
 
 
 def test_one_pass_never_computes_more_guesses_than_the_buffers_hold():
-    speculator = Speculator(Speculation(16, pass_rows=math.inf))
+    speculator = guesser(Speculation(16, always=True))
     speculator._store.add(PROMPT, ids(*range(10, 40)), np.zeros(30, np.float32))
     together = [running(10, index=i) for i in range(12)]
     speculator.propose(together)
@@ -218,7 +224,7 @@ def test_one_pass_never_computes_more_guesses_than_the_buffers_hold():
 
 
 def test_a_kind_of_guess_that_is_always_wrong_is_given_up_and_tried_again_later():
-    speculator = Speculator(Speculation(4))
+    speculator = guesser(Speculation(4))
     speculator._store.add(PROMPT, ids(10, 11, 12, 13, 14), logs(*[0.9] * 5))
     mine = running(10)
     passes = 0
@@ -238,7 +244,7 @@ def test_greedy_drawing_repeats_what_was_likely():
     """At temperature 0 a token that was drawn in most cases is certain, however long the run of them."""
     drafts = []
     for temperature in (0.0, 1.0):
-        speculator = Speculator(Speculation(16))
+        speculator = guesser(Speculation(16))
         speculator._store.add(PROMPT, ids(*range(10, 30)), logs(*[0.6] * 20))
         mine = running(10, temperature=temperature)
         speculator.propose([mine])
@@ -246,11 +252,22 @@ def test_greedy_drawing_repeats_what_was_likely():
     assert drafts[0] == 16 > drafts[1] > 0
 
 
+@pytest.mark.parametrize(("name", "one"), [("bf16", 10.9), ("fp32", 10.9), ("fp8-kv", 7.1)])
+def test_a_pass_costs_its_rows_once_there_are_enough(name, one):
+    cost = PassCost.under(preset(name))
+    assert round(cost(1), 1) == one
+    assert [cost(r) for r in (18, 64)] == [18, 64]
+    steps = [cost(r + 1) - cost(r) for r in range(1, 40)]
+    assert np.diff(steps).min() > -1e-12 and 0 < steps[0] < 1 == steps[-1], (
+        "convex: what is chosen greedily is the optimum"
+    )
+
+
 # ---- the engine's part
 
 
 def test_counts_add_up():
-    guessing = engine(shared(), speculation=Speculation(8, 1, math.inf))
+    guessing = engine(shared(), speculation=Speculation(8, 1, always=True))
     params = SamplingParams(temperature=0.3, max_tokens=30, stop_token_ids=())
     drawn = sum(
         len(s.completion_ids) for step in range(2) for s in guessing.generate([[5, 6, 7]], params, num_samples=4)
@@ -288,7 +305,6 @@ def test_finished_and_aborted_sequences_are_followed_no_more():
         ({"draft_tokens": 17}, "speculation.draft_tokens = 17: choose 0"),
         ({"draft_tokens": -1}, "speculation.draft_tokens"),
         ({"min_match": 0}, "speculation.min_match"),
-        ({"pass_rows": 0.0}, "speculation.pass_rows"),
     ],
     ids=str,
 )

@@ -1,6 +1,6 @@
 """Speculation changes no token and no bit of a log-prob: guesses of any quality, everything the engine may meet.
 
-The reference is plain decoding. `inf` rows per pass make the engine compute every guess that it finds.
+The reference is plain decoding. The engines compute every guess that they find, whether it is worth it or not.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from zerogap.rollout.engine import Engine
 from zerogap.rollout.speculate import Speculation
 from zerogap.types import Sample, SamplingKey, SamplingParams
 
-ALL = Speculation(draft_tokens=8, min_match=1, pass_rows=float("inf"))
+ALL = Speculation(draft_tokens=8, min_match=1, always=True)
 FREE = {"stop_token_ids": ()}
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=40, **FREE),

@@ -328,7 +328,8 @@ SPECULATION = (
     ),
     Metric(
         "speculation/speed_up",
-        "estimate: cost of decoding without guesses over the cost with them, a pass over r rows costing 12 + r",
+        "estimate: cost of decoding without guesses over the cost with them, counted in rows "
+        "(`zerogap.rollout.speculate.PassCost`)",
     ),
 )
 

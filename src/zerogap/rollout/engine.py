@@ -36,7 +36,7 @@ from zerogap.rollout.requests import Prompt, RequestLimits
 from zerogap.rollout.sampler import DrawnRows, Sampler
 from zerogap.rollout.scheduler import Chunk, Scheduler
 from zerogap.rollout.sequence import Sequence
-from zerogap.rollout.speculate import PASS_ROWS, Speculation, Speculator
+from zerogap.rollout.speculate import PassCost, Speculation, Speculator
 from zerogap.routing import RoutingRecord
 from zerogap.text import Tokenizer
 from zerogap.types import ForwardContext, Sample, SamplingKey, SamplingParams
@@ -92,7 +92,8 @@ class Engine:
         pages_each = min(pages_each, self._cache.num_pages)
         self._record_routing = record_routing
         speculation = speculation or Speculation()
-        self._speculator = Speculator(speculation) if speculation.draft_tokens else None
+        self._cost = PassCost.under(decoder.numerics)
+        self._speculator = Speculator(speculation, self._cost) if speculation.draft_tokens else None
         outputs = min(max_batch_tokens, speculation.most_rows(max_sequences))
         self._batch = BatchBuffers(
             max_batch_tokens, max_sequences, pages_each, page_size, self._new_routing_record(max_batch_tokens), outputs
@@ -376,8 +377,8 @@ class Engine:
         counts.draft_tokens += drafts
         counts.accepted_tokens += accepted
         if decode:
-            counts.decode_cost += PASS_ROWS + decode + drafts
-            counts.plain_cost += (PASS_ROWS + decode) * (decode + accepted) / decode
+            counts.decode_cost += self._cost(decode + drafts)
+            counts.plain_cost += self._cost(decode) * (decode + accepted) / decode
         counts.decode_seconds += seconds * (decode + drafts) / rows
         counts.prefill_seconds += seconds * (rows - decode - drafts) / rows
 

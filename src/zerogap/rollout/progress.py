@@ -12,8 +12,8 @@ class Statistics:
         decode_tokens: rows that computed the newest drawn token of a sequence, one each.
         draft_tokens: rows that computed guesses behind these.
         accepted_tokens: of the guesses, those that became tokens without a row of their own: each saved one.
-        decode_cost, plain_cost: what decoding cost by the model that speculation decides with (`PASS_ROWS` and the
-            rows of every pass), and what it would have cost without guesses.
+        decode_cost, plain_cost: what decoding cost by the model that speculation decides with (`PassCost`), and what
+            the same tokens would have cost without guesses.
         cache_hit_tokens: tokens whose keys and values were found in the prefix cache.
         preemptions: times a sequence had to give up its pages.
     """

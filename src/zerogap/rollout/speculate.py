@@ -10,8 +10,8 @@ pass writes, before anything reads there, and no page with them is offered to th
 What is decided here is only how much to guess, from counts, never from clocks. A guess is copied from a text of the
 same prompt (`draft_texts`) where the last tokens agree, for the longest agreement that there is. The chance that a
 copied token is drawn again is taken to be the probability it was recorded with, times how often such copies were right.
-A pass over r rows costs about `pass_rows` + r: the likeliest guesses are computed as long as each lowers the cost per
-token.
+The likeliest guesses of all sequences are computed as long as each lowers the cost of a token: rows are cheap while a
+pass waits for weights to be read, so few sequences guess far, and many only what is nearly certain.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ import math
 from collections.abc import Sequence as List
 
 from zerogap.errors import ConfigError
+from zerogap.numerics import DType, Numerics
 from zerogap.rollout.draft_texts import MOST_COMPARED, Place, PromptTexts, TextStore
 from zerogap.rollout.sequence import Sequence
 from zerogap.types import Sample
 
 MOST_DRAFT_TOKENS = 16
-PASS_ROWS = 12.0
 DRAFT_ROWS = 128  # most guessed rows of one pass: with more, a pass costs as much per row as without
 GREEDY, SAMPLED = 0, 1
 _LENGTHS = (4, 8, MOST_COMPARED)  # matches shorter than these, from these on, and of everything from the prompt on
@@ -34,14 +34,35 @@ _FADE = 0.999  # per pass; what was learned long ago counts less, and a kind onc
 
 
 @dataclasses.dataclass(frozen=True)
+class PassCost:
+    """What a pass costs, in rows of a large one: r + waiting * (1 - r / 18) for less than 18 rows, else r.
+
+    Measured by `benchmarks/speculation.py --rows` with 135M parameters, and alike with 1B: a pass over one row takes as
+    long as 11 more rows in a large one (7 where weights are FP8), and from about 18 rows on nothing waits for weights.
+
+    Attributes:
+        waiting: how much longer than one of no rows an empty pass would take.
+    """
+
+    waiting: float
+
+    @classmethod
+    def under(cls, numerics: Numerics) -> "PassCost":
+        """For weights as a contract stores them."""
+        return cls(6.5 if numerics.linear is DType.FP8 else 10.5)
+
+    def __call__(self, rows: float) -> float:
+        return rows + self.waiting * max(0.0, 1.0 - rows / 18.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Speculation:
     """How an engine speculates. Changes no bit of any result.
 
     Attributes:
         draft_tokens: most guessed tokens of one sequence in one pass; 0: none.
         min_match: fewest equal tokens before a place that guesses are copied from.
-        pass_rows: rows whose computing takes as long as all that a pass takes anyway (weights are read once per pass),
-            measured by benchmarks/speculation.py; inf: guess wherever something is found.
+        always: compute every guess that is found, also where it is not worth its row; for checks.
 
     Raises:
         ConfigError: a number out of range.
@@ -49,7 +70,7 @@ class Speculation:
 
     draft_tokens: int = 0
     min_match: int = 2
-    pass_rows: float = PASS_ROWS
+    always: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
@@ -58,8 +79,6 @@ class Speculation:
             )
         if not 1 <= self.min_match <= MOST_COMPARED:
             raise ConfigError("speculation.min_match", self.min_match, f"choose 1 to {MOST_COMPARED} tokens")
-        if not self.pass_rows > 0:
-            raise ConfigError("speculation.pass_rows", self.pass_rows, "choose a positive number of rows")
 
     def most_rows(self, max_sequences: int) -> int:
         """Most rows of a pass that draw."""
@@ -166,8 +185,8 @@ def _likeliest(places: list[Place]) -> tuple[int, float]:
 class Speculator:
     """Guesses for the sequences of one engine, and learns from what became of the guesses."""
 
-    def __init__(self, settings: Speculation) -> None:
-        self.settings = settings
+    def __init__(self, settings: Speculation, cost: PassCost) -> None:
+        self._settings, self._cost = settings, cost
         self._store = TextStore(settings.min_match)
         self._rightness = _Rightness()
         self._followers: dict[Sequence, _Follower] = {}
@@ -181,7 +200,7 @@ class Speculator:
         """Write guesses behind the known tokens of the sequences that are being decoded."""
         decoding: list[tuple[Sequence, Draft | None]] = []
         alone = sum(s.length - s.computed == 1 for s in running)
-        floor = alone / (self.settings.pass_rows + alone) if alone else 0.0
+        floor = 0.0 if self._settings.always or not alone else self._worth(alone, alone)
         for sequence in running:
             sequence.drafts = 0
             if sequence.length - sequence.computed == 1 and sequence.num_drawn:
@@ -199,14 +218,13 @@ class Speculator:
             prompt = sequence.ids[: sequence.prompt_length]
             follower = self._followers[sequence] = _Follower(self._store.open(prompt))
         follower.catch_up(sequence)
-        most = min(self.settings.draft_tokens, sequence.params.max_tokens - sequence.num_drawn - 1)
+        most = min(self._settings.draft_tokens, sequence.params.max_tokens - sequence.num_drawn - 1)
         greedy = sequence.params.temperature == 0.0
         follower.draft = follower.guess(most, floor, greedy, self._rightness)
         return follower.draft
 
     def _worthwhile(self, decoding: List[tuple[Sequence, Draft | None]], rows: int) -> list[tuple[Sequence, int]]:
-        """How many of each sequence's guesses to compute: the likeliest of all, while a row more lowers the cost of a
-        token, (pass_rows + rows) / tokens."""
+        """How many of each one's guesses to compute: the likeliest of all, while they lower the cost of a token."""
         chances = [
             (chance, place)
             for place, (_, draft) in enumerate(decoding)
@@ -217,11 +235,16 @@ class Speculator:
         counts = [0] * len(decoding)
         tokens = float(rows)
         for chance, place in chances[:DRAFT_ROWS]:
-            if chance * (self.settings.pass_rows + rows) <= tokens:
+            if not self._settings.always and chance <= self._worth(tokens, rows):
                 break
             counts[place] += 1
             tokens, rows = tokens + chance, rows + 1
         return [(sequence, count) for (sequence, _), count in zip(decoding, counts, strict=True) if count]
+
+    def _worth(self, tokens: float, rows: int) -> float:
+        """The chance above which one guess more lowers the cost of a token, in a pass over `rows` rows that is expected
+        to draw `tokens`. It grows with every guess that is above it."""
+        return tokens * (self._cost(rows + 1) / self._cost(rows) - 1.0)
 
     def verified(self, sequence: Sequence, tested: int, right: int) -> None:
         """The first `tested` guesses of a sequence were compared with what was drawn, and the first `right` were it."""

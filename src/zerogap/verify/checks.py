@@ -31,7 +31,7 @@ NamedTensor = tuple[str, torch.Tensor | BlockCodes]
 # Training of a model with experts moves all that a run can move; biases in steps so large that choices change at once.
 BALANCE_LOSS, ROUTER_BIAS_RATE = 0.01, 0.1
 TAILS = ((1,), (2, 3), (4, 5, 6))  # ends of check 6's prompts, whose beginning they share
-GUESS_ALL = Speculation(draft_tokens=6, min_match=1, pass_rows=float("inf"))  # check 7 verifies all that can be guessed
+GUESS_ALL = Speculation(draft_tokens=6, min_match=1, always=True)  # check 7 verifies all that can be guessed
 
 
 @dataclasses.dataclass

@@ -21,10 +21,10 @@ def test_importable_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_field_is_documented_and_there_are_fewer_than_80():
+def test_every_field_is_documented_and_there_are_fewer_than_100():
     fields = list(iter_fields())
     assert all(len(text) > 3 for _, _, text in fields), [k for k, _, t in fields if len(t) <= 3]
-    assert len(fields) < 80
+    assert len(fields) < 100
 
 
 CHANGED = {

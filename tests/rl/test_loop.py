@@ -197,6 +197,28 @@ def test_the_reference_stays_what_it_was(base, estimator):
     assert_same_bits(run.reference.decoder.weights["model.norm.weight"].value(), source["model.norm.weight"])
 
 
+@pytest.mark.parametrize("sides", [(), ("rollout.numerics=fp8-kv",)])
+def test_a_kl_in_the_reward_changes_advantages_token_by_token(base, sides):
+    settings = ("algorithm.name=reinforce_pp", "optimizer.learning_rate=3e-3", *sides)
+    watch = Watch()
+    run = train(recipe(base, *settings, "algorithm.beta=0.5", name="kl-in-reward"), observer=watch)
+    plain = train(recipe(base, *settings, name="no-kl"))
+    with_kl, without = (read_rollout(r.folder.rollouts, 2).advantages for r in (run, plain))
+    first, second, _ = (r["kl"] for r in lines(run, "metrics"))
+    assert first == 0.0 != second
+    assert read_rollout(run.folder.rollouts, 1).advantages == read_rollout(plain.folder.rollouts, 1).advantages
+    assert with_kl != without
+    assert run.decoder.digests() != plain.decoder.digests()
+    assert watch.started_with[0]["algorithm"] == (
+        "reinforce_pp: loss_type dapo, baseline none, scale_rewards whiten, kl_in_reward True, kl_estimator k1"
+    )
+
+
+def test_groups_of_one_train_where_no_group_is_compared(base):
+    run = train(recipe(base, "algorithm.name=reinforce_pp", "rollout.num_generations=1", name="ones"))
+    assert [(r["bit_wise/mismatched_tokens"], r["grad_norm"] > 0) for r in lines(run, "metrics")] == [(0, True)] * 3
+
+
 def test_truncated_completions_can_be_left_out(base, finished):
     run = train(recipe(base, "algorithm.mask_truncated_completions=true", "optimizer.max_steps=1", name="masked"))
     assert run.decoder.digests() != finished.decoder.digests()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from zerogap import env
-from zerogap.config import RunConfig
+from zerogap.config import ALGORITHMS, RunConfig
 from zerogap.models.decoder import Decoder
 from zerogap.models.inventory import inventory
 from zerogap.models.words import sizes
@@ -39,12 +39,25 @@ def run_facts(
         ),
         ("output", config.output_dir),
     ]
+    if config.algorithm.name is not None:
+        facts.insert(-1, ("algorithm", _algorithm(config)))
     if config.one_sided:
         sides = f"rollout {asked.name} (contract {asked.fingerprint()}), training {numerics.name}"
         correction = f"correction {config.algorithm.correction.kind}"
         facts.insert(0, ("warning", f"ONE-SIDED, NOT EXACT: {sides}; {correction}"))
     notice = sampling_defaults_notice(files)
     return [*facts, ("notice", notice)] if notice else facts
+
+
+def _algorithm(config: RunConfig) -> str:
+    """The named algorithm, with the values that this run has for what the name sets."""
+    chosen = config.algorithm.model_dump()
+    name = str(config.algorithm.name)
+    return f"{name}: " + ", ".join(f"{key} {_words(chosen[key])}" for key in ALGORITHMS[name])
+
+
+def _words(value: object) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _identity(trainer: Trainer) -> str:

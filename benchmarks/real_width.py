@@ -55,7 +55,7 @@ def recipe(model: Path, numerics: str, output: Path) -> dict[str, Any]:
         "numerics": numerics,
         "trainable": ["last:1"],
         "data": {"train": "multiplication", "max_prompt_length": 64},
-        "reward": {"functions": ["zerogap.rl.smoke:share_of_even_ids"]},
+        "reward": {"functions": ["zerogap.rl.smoke:share_of_even_ids"], "timeout": None},
         "rollout": {
             "prompts_per_step": 2,
             "num_generations": 4,

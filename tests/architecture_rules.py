@@ -50,6 +50,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "transformers": ("text/", "diagnose/", "verify/"),
     "vllm": ("diagnose/",),
     "datasets": ("rl/",),
+    "math_verify": ("rl/",),
+    "pyarrow": ("rl/", "diagnose/"),
     "reasoning_gym": ("rl/",),
     "pydantic": ("config", "serve/"),
     "yaml": ("config", "cli/"),

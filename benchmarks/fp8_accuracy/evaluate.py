@@ -5,6 +5,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.fp8_accuracy.held_out import PARTS, HeldOutPrompt, digest
+from zerogap.config import RewardConfig
 from zerogap.models.decoder import Decoder
 from zerogap.rl.data import Row
 from zerogap.rl.reward import load_rewards
@@ -30,7 +31,7 @@ class Evaluator:
             for i, p in enumerate(prompts)
         ]
         self._ids = [tokenizer.encode_chat(row.prompt) for row in self._rows]
-        self._rewards = load_rewards(("number_match",), None, None)
+        self._rewards = load_rewards(RewardConfig())
 
     def evaluate(self, decoder: Decoder) -> dict[str, Any]:
         """Figures of the decoder's current weights: accuracies, mean length, seconds, and which answers are right."""

@@ -1,17 +1,19 @@
-"""Reward functions: what they are given, what they may return, and the built-in number match."""
+"""Reward functions: what they are given, what they may return, and how they are named and loaded."""
 
 import asyncio
 import math
 import time
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
+from zerogap.config import RewardConfig
 from zerogap.errors import ConfigError
-from zerogap.rl.data import Row
-from zerogap.rl.reward import RewardFunctions, last_number, load_rewards, number_match, reference_number
+from zerogap.rl.data_rows import Row
+from zerogap.rl.reward import FAILING_STEPS, RewardFunctions, load_rewards
+from zerogap.rl.reward_builtin import number_match
+from zerogap.rl.reward_values import RewardError
 
 ROWS = [
     Row(f"file.jsonl:{i + 1}", ({"role": "user", "content": "same"},), {"answer": str(i), "tags": [i]})
@@ -21,10 +23,14 @@ TEXTS = ["it is 0", "2", "so 2"]
 IDS = [np.array([1, 2], np.int32), np.array([3], np.int32), np.array([], np.int32)]
 
 
-def score(*functions, weights=None, rows=ROWS):
+def score(*functions, weights=None, rows=ROWS, abort=True):
     names = tuple(f.__name__ for f in functions)
-    rewards = RewardFunctions(names, functions, tuple(weights or [1.0] * len(functions)))
+    rewards = RewardFunctions(names, functions, tuple(weights or [1.0] * len(functions)), abort=abort)
     return rewards.score(rows, TEXTS, IDS, step=7)
+
+
+def loaded(*functions, tasks=None, **section):
+    return load_rewards(RewardConfig(functions=list(functions), **section), tasks)
 
 
 def returning(value):
@@ -142,9 +148,10 @@ def test_a_function_that_raises_is_named():
     def broken(**kwargs):
         raise KeyError("colour")
 
-    with pytest.raises(ConfigError, match="reward function broken = \"KeyError: 'colour'\"") as error:
+    with pytest.raises(RewardError, match="reward function broken = \"KeyError: 'colour'\"") as error:
         score(broken)
     assert isinstance(error.value.__cause__, KeyError)
+    assert "test_reward.py:" in error.value.mend, "the line that raised"
 
 
 def test_async_functions_run_together_also_inside_an_event_loop():
@@ -185,72 +192,112 @@ def test_missing_arguments_are_found_before_the_run():
     RewardFunctions(("number_match",), (number_match,), (1.0,)).check(["answer"])
 
 
-def test_loading(tmp_path):
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_loading(tmp_path, timeout):
     file = tmp_path / "my_reward.py"
     file.write_text("def f(completions, **kwargs):\n    return [0.5 for _ in completions]\nx = 3\n")
-    rewards = load_rewards([f"{file}:f", "number_match", "zerogap.rl.reward:last_number"], [1.0, 2.0, 3.0])
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    functions = [f"{file}:f", "number_match", "zerogap.rl.reward_builtin:last_number"]
+    rewards = loaded(*functions, weights=[1.0, 2.0, 3.0], timeout=timeout)
     assert rewards.names == ("f", "number_match", "last_number") and rewards.weights == (1.0, 2.0, 3.0)
-    assert load_rewards([f"{file}:f"], None).score(ROWS, TEXTS, IDS, 0).totals == [0.5] * 3
+    assert loaded(f"{file}:f", timeout=timeout).score(ROWS, TEXTS, IDS, 0).totals == [0.5] * 3
     for wrong, words in [
         ("f", "module:function"),
         ("no_such_module:f", "no_such_module"),
         (f"{tmp_path}/absent.py:f", "no such file"),
+        (f"{tmp_path}/broken.py:f", "SyntaxError"),
         (f"{file}:g", "no function g"),
         (f"{file}:x", "no function x"),
         ("task", "scorer"),
+        ("verl:f", "module:function"),
+        ("verl:zerogap.rl.reward_builtin:last_number", "'text': verl's functions are given data_source"),
+        ({"function": f"{file}:f", "name": "a", "positional": 3}, None),
+        ({"function": "length", "size": 3}, "unexpected keyword argument 'size'"),
+        ({"function": "length"}, "give both in tokens"),
+        ({"function": "length", "short": 5, "long": 5}, "0 <= short < long"),
+        ({"function": "format", "tags": ["a b"]}, "different words"),
+        ({"function": "format", "tags": ["a", "a"]}, "different words"),
+        ({"function": "format", "pattern": "("}, "no regular expression"),
     ]:
+        if words is None:
+            assert loaded(wrong, timeout=timeout).names == ("a",)
+            continue
         with pytest.raises(ConfigError, match=words):
-            load_rewards([wrong], None)
+            loaded(wrong, timeout=timeout)
     with pytest.raises(ConfigError, match="once"):
-        load_rewards(["number_match", "number_match"], None)
+        loaded("number_match", "number_match")
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("7 times 8 is 56.", 56),
-        ("56", 56),
-        ("-3", -3),
-        ("\N{MINUS SIGN}3", -3),
-        ("10-3", 3),
-        ("10 - 3", 3),
-        ("$1,234.50", Fraction(2469, 2)),
-        ("1,2,3", 3),
-        ("1,2345", 2345),
-        ("it is .5", Fraction(1, 2)),
-        ("v3.14", Fraction(157, 50)),
-        ("a-b", None),
-        ("", None),
-        ("\u0665", None),
-        ("**42**", 42),
-        ("007", 7),
-    ],
-)
-def test_last_number(text, number):
-    assert last_number(text) == number
+def test_functions_of_one_name_are_told_apart(tmp_path):
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("def f(completions): return [1.0] * len(completions)\n")
+    functions = [f"{tmp_path}/a.py:f", f"{tmp_path}/b.py:f", {"function": "number_match", "name": "f"}]
+    names = loaded(*functions, timeout=None).names
+    assert len(set(names)) == 3 and not any("/" in name for name in names)
+    lengths = [{"function": "length", "name": f"to_{n}", "short": 0, "long": n} for n in (10, 20)]
+    rewards = loaded(*lengths)
+    assert rewards.names == ("to_10", "to_20")
+    assert rewards.score(ROWS, TEXTS, IDS, 0).columns == [[-0.2, -0.1, 0.0], [-0.1, -0.05, 0.0]]
 
 
-@pytest.mark.parametrize(
-    ("answer", "number"),
-    [
-        ("48/2 = <<48/2=24>>24 clips\n#### 1,072", 1072),
-        (18, 18),
-        (0.1, Fraction(1, 10)),
-        ("18.0", 18),
-        ("none", None),
-        (None, None),
-        (True, None),
-        (math.nan, None),
-    ],
-)
-def test_reference_number(answer, number):
-    assert reference_number(answer) == number
+def test_arguments_of_the_recipe_reach_the_function(tmp_path):
+    file = tmp_path / "more.py"
+    file.write_text(
+        "def f(completions, size, colour='red'): return [float(size + (colour == 'blue'))] * len(completions)\n"
+    )
+    rewards = loaded({"function": f"{file}:f", "size": 3, "colour": "blue"})
+    rewards.check(["answer"])
+    assert rewards.score(ROWS, TEXTS, IDS, 0).totals == [4.0] * 3
+    with pytest.raises(ConfigError, match="'size': it needs an argument"):
+        loaded(f"{file}:f").check(["answer"])
+    with pytest.raises(ConfigError, match="'size': choose another name"):
+        rewards.check(["answer", "size"])
 
 
-def test_number_match_compares_values():
-    def texts(*contents):
-        return [[{"role": "assistant", "content": c}] for c in contents]
+def test_a_function_scores_the_rows_of_its_data_sets():
+    rows = [Row(f"r{i}", ROWS[0].prompt, {"answer": str(i)}, source) for i, source in enumerate("aba")]
+    rewards = loaded({"function": "number_match", "sources": "a"}, {"function": "length", "short": 0, "long": 4})
+    result = rewards.score(rows, TEXTS, IDS, 0)
+    assert result.columns == [[1.0, None, 1.0], [-0.5, -0.25, 0.0]]
+    assert result.totals == [0.5, -0.25, 1.0]
+    rewards.check_rows([Row("b", (), {"answer": "yes"}, "b")])
+    with pytest.raises(ConfigError, match=r"bad answer = 'yes': number_match needs a number"):
+        rewards.check_rows([Row("fine", (), {"answer": 0}, "a"), Row("bad", (), {"answer": "yes"}, "a")])
+    assert rewards.score(rows[1:2], ["2"], [[1]], 0).columns == [[None], [-0.25]], "not called for no row"
 
-    assert number_match(texts("18", "18.00", "1,8", "it", "1e3"), ["18", 18, 18.0, "18", "1000"]) == [1, 1, 0, 0, 0]
-    with pytest.raises(ConfigError, match="needs a number"):
-        number_match(texts("1"), ["yes"])
+
+def test_faults_can_be_let_pass_and_are_counted():
+    def partly(**kwargs):
+        return [1.0, math.nan, "x"]
+
+    def broken(**kwargs):
+        raise ValueError("no")
+
+    def short(**kwargs):
+        return [1.0]
+
+    async def later(**kwargs):
+        raise ValueError("later")
+
+    result = score(partly, broken, short, later, number_match, abort=False)
+    none = [None] * 3
+    assert result.columns == [[1.0, None, None], none, none, none, [1.0, 0.0, 1.0]]
+    assert (result.errors, result.timeouts) == (2 + 3 + 3 + 3, 0)
+    assert result.totals == [2.0, 0.0, 1.0]
+    assert all(word in note for word, note in zip(("nan", "str", "no", "1 values", "later"), result.notes, strict=True))
+
+
+def test_a_function_that_always_fails_ends_the_run_though_faults_are_let_pass():
+    answers = [ValueError("no")] * (FAILING_STEPS - 1) + [[0.0] * 3] + [ValueError("no")] * FAILING_STEPS
+
+    def moody(**kwargs):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    rewards = RewardFunctions(("moody", "number_match"), (moody, number_match), (1.0, 1.0), abort=False)
+    for _ in range(2 * FAILING_STEPS - 1):
+        assert rewards.score(ROWS, TEXTS, IDS, 0).totals == [1.0, 0.0, 1.0]
+    with pytest.raises(RewardError, match=rf"moody = 'ValueError: no'.*{FAILING_STEPS} times in a row"):
+        rewards.score(ROWS, TEXTS, IDS, 0)

@@ -10,7 +10,7 @@ This module imports neither torch nor a model library, so that a recipe can be c
 from zerogap.config.algorithm import ALGORITHMS, AlgorithmConfig
 from zerogap.config.correction import CorrectionConfig
 from zerogap.config.course import CheckpointConfig, EvalConfig, LoggingConfig, OptimizerConfig, ParityConfig
-from zerogap.config.data import DataConfig, RewardConfig
+from zerogap.config.data import DataConfig, DataSource, RewardConfig, RewardEntry
 from zerogap.config.moe import MoEConfig
 from zerogap.config.reading import apply_overrides, iter_fields, load_config
 from zerogap.config.recipe import RunConfig, contract_of
@@ -23,12 +23,14 @@ __all__ = [
     "CheckpointConfig",
     "CorrectionConfig",
     "DataConfig",
+    "DataSource",
     "EvalConfig",
     "LoggingConfig",
     "MoEConfig",
     "OptimizerConfig",
     "ParityConfig",
     "RewardConfig",
+    "RewardEntry",
     "RolloutConfig",
     "RunConfig",
     "Section",

@@ -109,9 +109,19 @@ class RunConfig(Section):
                 "choose none: rollout and trainer compute the same bits, so every ratio is 1; corrections are for "
                 "rollout.numerics of another contract",
             )
-        if "task" in self.reward.functions and not self.data.train.startswith("reasoning_gym:"):
-            raise ConfigError("reward.functions", "task", "only reasoning_gym:NAME data has a scorer of its own")
+        self._rewards_fit_data()
         return self
+
+    def _rewards_fit_data(self) -> None:
+        sources = (*self.data.train_sources(), *self.data.eval_sources())
+        paths = {source.path for source in sources}
+        for i, entry in enumerate(self.reward.entries()):
+            if entry.function == "task" and not any(source.gym_task for source in sources):
+                raise ConfigError("reward.functions", "task", "only reasoning_gym:NAME data has a scorer of its own")
+            for path in entry.sources or ():
+                if path not in paths:
+                    mend = f"it is no data set of this recipe; those are {', '.join(sorted(paths))}"
+                    raise ConfigError(f"reward.functions[{i}].sources", path, mend)
 
     def contract(self) -> Numerics:
         """The numerics contract that `numerics` asks for (`contract_of`)."""

@@ -1,41 +1,25 @@
-"""Prompts: rows of a JSONL file, of a reasoning-gym task, or of a built-in task, and the order they are trained in.
+"""Prompts: what a recipe's `data` section stands for, read and checked before a model is loaded.
 
-Every fault of a file is found here, before a model is loaded, and named by file, line and column. Prompts are chat
-messages. Values of a row reach reward functions unchanged, and stay with their row: rows are named by index, never by
-their text. The order of rows is a pure function of (seed, epoch, index), so a run resumes from a plain position.
+A data set is a file, a folder, one of the hub (`data_files`), a task of reasoning-gym, or a built-in task; several are
+mixed by weight (`data_order`). Values of a row reach reward functions unchanged, and stay with their row: rows are
+named by index, never by their text. Every fault is named by file, row and column.
 """
 
+import collections
 import dataclasses
-import hashlib
+import itertools
 import json
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zerogap.config import DataConfig
+from zerogap.config import DataConfig, DataSource
 from zerogap.errors import ConfigError
-from zerogap.rl import tasks
+from zerogap.rl.data_files import KINDS, is_data_set, read_records
+from zerogap.rl.data_order import MixedOrder, PromptOrder, prompt_order
+from zerogap.rl.data_rows import Row, read_rows
+from zerogap.rl.tasks import BUILT_IN, GymTask
 
-PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "messages")
-ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label", "target")
-ROLES = ("system", "user", "assistant", "tool")
-
-Message = dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Row:
-    """One prompt.
-
-    Attributes:
-        name: where it stands (`train.jsonl:17`, `multiplication:3`), for messages.
-        prompt: chat messages; the last one is the user's (or a tool's).
-        columns: every column of the row but the prompt, unchanged; `answer` is there whatever its column was called.
-    """
-
-    name: str
-    prompt: tuple[Message, ...]
-    columns: Mapping[str, Any]
+Needs = Callable[[str], bool]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,232 +27,194 @@ class PromptSet:
     """What a recipe's `data` section stands for.
 
     Attributes:
-        train: rows to train on.
-        held_out: rows to evaluate on; none of their prompts is trained on. May be empty.
+        train: rows to train on, data set by data set.
+        held_out: rows to evaluate on, the data sets in turn. None of a task's held-out prompts is trained on. May be
+            empty.
         summary: lines for people: which columns were recognised, how many rows there are, what was left out.
-        scorer: (completion text, row) -> reward, for tasks that bring their own.
+        weights: of the data sets in `train`.
+        tasks: reasoning-gym tasks by the value of their rows' column `task`.
     """
 
     train: tuple[Row, ...]
     held_out: tuple[Row, ...]
     summary: tuple[str, ...]
-    scorer: Callable[[str, Row], float] | None = None
+    weights: tuple[float, ...] = (1.0,)
+    tasks: Mapping[str, GymTask] = dataclasses.field(default_factory=dict)
+
+    def order(self, rows: Sequence[Row], seed: int, shuffle: bool) -> PromptOrder | MixedOrder:
+        """The order in which those rows of `train` that are left are trained.
+
+        Raises:
+            ConfigError: a data set has no row left.
+        """
+        return prompt_order([row.part for row in rows], self.weights, seed, shuffle)
 
 
-def load_prompts(config: DataConfig, seed: int, needs_answer: bool) -> PromptSet:
+def load_prompts(config: DataConfig, seed: int, needs_answer: Needs) -> PromptSet:
     """Load what `data` names.
 
     Args:
         config: the recipe's section.
         seed: of reasoning-gym problems. The built-in tasks are the same for every seed.
-        needs_answer: True if a reward function needs the answer column, so that a row without one is refused.
+        needs_answer: whether a reward function needs the answers of a data set, by its path; then a row without one is
+            refused.
 
     Raises:
-        ConfigError: names file, line and column, or the key of the recipe.
+        ConfigError: names file, row and column, or the key of the recipe.
     """
-    source = config.train
-    scorer = None
-    if source.startswith("reasoning_gym:"):
-        name = source.partition(":")[2]
-        train_items, held_items, score = tasks.reasoning_gym(name, config.size, seed, config.task)
-        train, held_out = _task_rows(source, train_items), _task_rows(f"{source}/held-out", held_items)
-
-        def scorer(text: str, row: Row) -> float:
-            return score(text, row.columns["entry"])
-
-    elif source in tasks.BUILT_IN:
-        train_items, held_items = tasks.BUILT_IN[source]()
-        train, held_out = _task_rows(source, train_items), _task_rows(f"{source}/held-out", held_items)
-    elif source.endswith(".jsonl"):
-        train, held_out = None, ()
-    else:
-        raise ConfigError(
-            "data.train", source, f"give a .jsonl file, reasoning_gym:NAME, or {', '.join(tasks.BUILT_IN)}"
-        )
-    summary = []
-    if train is None:
-        train, note = read_jsonl(source, config.prompt_column, config.answer_column, needs_answer)
-        summary.append(note)
-    else:
-        summary.append(f"{source}: {len(train)} rows to train on, {len(held_out)} held out")
+    sources = config.train_sources()
+    keys = [f"data.train[{i}]" if len(sources) > 1 else "data.train" for i in range(len(sources))]
+    if config.task and not any(source.gym_task for source in sources):
+        raise ConfigError("data.task", config.task, "leave it out: no data set is a reasoning_gym:NAME")
+    train: list[tuple[Row, ...]] = []
+    held: list[tuple[Row, ...]] = []
+    summary: list[str] = []
+    gym_tasks: dict[str, GymTask] = {}
+    for part, (source, key) in enumerate(zip(sources, keys, strict=True)):
+        rows, held_out, lines, task = _load(source, key, part, seed, needs_answer(source.path))
+        train.append(_with_additions(rows, source))
+        held.append(_with_additions(held_out, source))
+        summary += lines
+        if task is not None:
+            gym_tasks[_label(source, part)] = task
+    if len(sources) > 1:
+        total = sum(source.weight for source in sources)
+        parts = ", ".join(f"{source.weight / total:.1%} {source.path}" for source in sources)
+        summary.append(f"mixed by weight: {parts}")
     if config.eval is not None:
-        held_out, note = read_jsonl(config.eval, config.prompt_column, config.answer_column, needs_answer)
-        summary.append(f"held out: {note}")
-        known = {_identity(row) for row in train}
-        both = sum(_identity(row) in known for row in held_out)
-        if both:
-            summary.append(f"held out: {both} of {len(held_out)} prompts are also trained on")
-    train = tuple(_with_additions(row, config) for row in train)
-    held_out = tuple(_with_additions(row, config) for row in held_out)
-    return PromptSet(train, held_out, tuple(summary), scorer)
+        held, lines = _load_held_out(config, seed, needs_answer)
+        summary += lines
+    together = tuple(itertools.chain(*train))
+    held_out = _in_turn(held)
+    if config.eval is None:
+        together, note = _without(together, held_out)
+        summary += note
+    elif both := len(set(map(_identity, held_out)) & set(map(_identity, together))):
+        summary.append(f"held out: {both} of {len(held_out)} prompts are also trained on")
+    weights = tuple(source.weight for source in sources)
+    return PromptSet(together, held_out, tuple(summary), weights, gym_tasks)
 
 
-def _task_rows(name: str, items: Sequence[Mapping[str, Any]]) -> tuple[Row, ...]:
-    return tuple(
-        Row(f"{name}:{i}", ({"role": "user", "content": item["prompt"]},), {k: item[k] for k in item if k != "prompt"})
-        for i, item in enumerate(items)
-    )
+def _load(
+    source: DataSource, key: str, part: int, seed: int, needs_answer: bool
+) -> tuple[tuple[Row, ...], tuple[Row, ...], list[str], GymTask | None]:
+    """(rows to train on, rows held out, summary, reasoning-gym task) of one data set."""
+    path = source.path
+    task = None
+    if source.gym_task is not None:
+        assert source.size is not None, "filled in from the section"
+        task = GymTask(source.gym_task, source.size, seed, dict(source.task or {}))
+        train, held = task.problems(key)
+        items = [[{**item, "task": _label(source, part)} for item in some] for some in (train, held)]
+    elif path in BUILT_IN:
+        items = [list(some) for some in BUILT_IN[path]()]
+    else:
+        rows, lines = _read(source, key, part, "train", needs_answer)
+        return rows, (), lines, None
+    if source.split is not None:
+        raise ConfigError(f"{key}.split", source.split, "leave it out: a task holds out its own problems")
+    rows, held_out = _task_rows(path, path, part, items[0]), _task_rows(f"{path}/held-out", path, part, items[1])
+    return rows, held_out, [f"{path}: {len(rows):,} rows to train on, {len(held_out):,} held out"], task
+
+
+def _label(source: DataSource, part: int) -> str:
+    """Name of a task among those of the recipe, which may hold one of them twice with other settings."""
+    return f"{source.path}#{part}"
+
+
+def _read(source: DataSource, key: str, part: int, split: str, needs_answer: bool) -> tuple[tuple[Row, ...], list[str]]:
+    """Rows of a data set of files, and its summary."""
+    if not is_data_set(source.path):
+        raise ConfigError(key, source.path, f"give {KINDS}, reasoning_gym:NAME, or {', '.join(BUILT_IN)}")
+    name, records = read_records(source, key, split)
+    rows, notes = read_rows(records, source, part, needs_answer)
+    return rows, [f"{name}: {notes[0]}", *(f"  {note}" for note in notes[1:])]
+
+
+def _load_held_out(config: DataConfig, seed: int, needs_answer: Needs) -> tuple[list[tuple[Row, ...]], list[str]]:
+    """Rows of what `data.eval` names."""
+    held, summary = [], []
+    sources = config.eval_sources()
+    for part, source in enumerate(sources):
+        key = f"data.eval[{part}]" if len(sources) > 1 else "data.eval"
+        if source.gym_task is not None or source.path in BUILT_IN:
+            raise ConfigError(key, source.path, f"a task is held out with data.train alone; give {KINDS}")
+        rows, lines = _read(source, key, part, "test", needs_answer(source.path))
+        held.append(_with_additions(rows, source))
+        summary += [f"held out: {lines[0]}", *lines[1:]]
+    return held, summary
+
+
+def _task_rows(name: str, source: str, part: int, items: Iterable[Mapping[str, Any]]) -> tuple[Row, ...]:
+    rows = []
+    for i, item in enumerate(items):
+        columns = {key: value for key, value in item.items() if key != "prompt"}
+        rows.append(Row(f"{name}:{i}", ({"role": "user", "content": item["prompt"]},), columns, source, part))
+    return tuple(rows)
+
+
+def _in_turn(groups: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """The first row of each group, then the second of each, ..."""
+    return tuple(row for rows in itertools.zip_longest(*groups) for row in rows if row is not None)
 
 
 def _identity(row: Row) -> str:
     return json.dumps(row.prompt, sort_keys=True)
 
 
-def _with_additions(row: Row, config: DataConfig) -> Row:
-    """The row with the recipe's system message and instruction."""
-    messages = [dict(m) for m in row.prompt]
-    if config.instruction is not None:
-        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
-        messages[last]["content"] += f"\n\n{config.instruction}"
-    if config.system is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system})
-    return dataclasses.replace(row, prompt=tuple(messages))
+def _without(train: tuple[Row, ...], held_out: Sequence[Row]) -> tuple[tuple[Row, ...], list[str]]:
+    """The rows whose prompt is not held out by a task of another data set."""
+    known = set(map(_identity, held_out))
+    kept = tuple(row for row in train if _identity(row) not in known)
+    lost = len(train) - len(kept)
+    return kept, [f"{lost} rows to train on are held out by another data set, and left out"] if lost else []
+
+
+def _with_additions(rows: Sequence[Row], source: DataSource) -> tuple[Row, ...]:
+    """Rows with the recipe's system message and instruction."""
+    if source.instruction is None and source.system is None:
+        return tuple(rows)
+    changed = []
+    for row in rows:
+        messages = [dict(m) for m in row.prompt]
+        if source.instruction is not None:
+            last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+            messages[last]["content"] += f"\n\n{source.instruction}"
+        if source.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": source.system})
+        changed.append(dataclasses.replace(row, prompt=tuple(messages)))
+    return tuple(changed)
+
+
+# ---------------------------------------------------------------------------------------------------- lengths
 
 
 def keep_short(rows: Sequence[Row], num_tokens: Callable[[Row], int], limit: int) -> tuple[tuple[Row, ...], int]:
     """Rows whose prompt has at most `limit` tokens, and how many were left out.
 
     Raises:
-        ConfigError: none is left.
+        ConfigError: none is left, of a data set or at all.
     """
     kept = tuple(row for row in rows if num_tokens(row) <= limit)
-    if rows and not kept:
-        raise ConfigError("data.max_prompt_length", limit, f"raise it: all {len(rows)} prompts are longer")
+    before, after = (collections.Counter((row.part, row.source) for row in some) for some in (rows, kept))
+    for part, source in before:
+        if not after[part, source]:
+            of = f" of {source}" if len(before) > 1 else ""
+            mend = f"raise it: all {before[part, source]} prompts{of} are longer"
+            raise ConfigError("data.max_prompt_length", limit, mend)
     return kept, len(rows) - len(kept)
 
 
-# ---------------------------------------------------------------------------------------------------- JSONL
+def length_notes(lengths: Sequence[int], limit: int, what: str = "prompts") -> list[str]:
+    """What is told of prompts' lengths in tokens: quantiles, and how many are longer than the limit.
 
-
-def read_jsonl(
-    path: str, prompt_column: str | None, answer_column: str | None, needs_answer: bool
-) -> tuple[tuple[Row, ...], str]:
-    """Rows of a JSON-lines file (UTF-8, a byte-order mark and CRLF allowed, blank lines ignored), and a summary line.
-
-    Raises:
-        ConfigError: names file, line and column.
+    A quantile q is the smallest length that at least the share q of prompts does not exceed.
     """
-    file = pathlib.Path(path)
-    if not file.is_file():
-        raise ConfigError("data", path, "no such file")
-    records = []
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError("data", path, f"not UTF-8 text: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            records.append((f"{path}:{number}", _parse(line, f"{path}:{number}")))
-    if not records:
-        raise ConfigError("data", path, "the file has 0 rows")
-    where, first = records[0]
-    verl = "data_source" in first and "reward_model" in first
-    prompt = prompt_column or _recognise(first, PROMPT_COLUMNS)
-    if prompt is None:
-        raise ConfigError(where, sorted(first), f"no prompt column; name it one of {', '.join(PROMPT_COLUMNS)}")
-    answer = answer_column or ("reward_model.ground_truth" if verl else _recognise(first, ANSWER_COLUMNS))
-    if answer is None and needs_answer:
-        raise ConfigError(where, sorted(first), f"no answer column; name it one of {', '.join(ANSWER_COLUMNS)}")
-    rows = tuple(_read_row(name, record, prompt, answer, needs_answer, verl) for name, record in records)
-    note = f"{path}: {len(rows)} rows, prompt from column `{prompt}`, answer from " + (
-        f"column `{answer}`" if answer else "nowhere"
-    )
-    return rows, note
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(where, line[:60], f"not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(where, line[:60], "a row is a JSON object")
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(where, line[:60], "it holds half of a surrogate pair, which is not a character") from None
-    return record
-
-
-def _recognise(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in record), None)
-
-
-def _read_row(where: str, record: dict, prompt: str, answer: str | None, needs_answer: bool, verl: bool) -> Row:
-    place = f"{where} column {prompt}"
-    if prompt not in record:
-        raise ConfigError(place, None, "the row has no such column, other rows do")
-    if verl and isinstance(record[prompt], str):
-        raise ConfigError(place, record[prompt][:60], "in a verl-style file the prompt is a list of messages")
-    messages = _messages(record[prompt], place)
-    columns = {k: v for k, v in record.items() if k != prompt}
-    if answer is not None:
-        value: Any = record
-        for part in answer.split(".") if verl else (answer,):
-            value = value.get(part) if isinstance(value, dict) else None
-        place = f"{where} column {answer}"
-        blank = value is None or (isinstance(value, str) and not value.strip())
-        if needs_answer and (blank or isinstance(value, bool) or not isinstance(value, str | int | float)):
-            raise ConfigError(place, value, "the answer is missing; give a text or a number")
-        columns.setdefault("answer", value)
-    return Row(where, messages, columns)
-
-
-def _messages(value: object, place: str) -> tuple[Message, ...]:
-    """A prompt value as chat messages."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise ConfigError(place, value, "the prompt is empty")
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list) or not value:
-        raise ConfigError(place, value, "a prompt is a text or a list of messages")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise ConfigError(place, message, "a message has exactly `role` and `content`")
-        if message["role"] not in ROLES:
-            raise ConfigError(place, message["role"], f"choose a role of {', '.join(ROLES)}")
-        if not isinstance(message["content"], str) or (message["role"] == "user" and not message["content"].strip()):
-            raise ConfigError(place, message["content"], "the content of a message is a text that is not empty")
-        messages.append(dict(message))
-    if all(m["role"] != "user" for m in messages):
-        raise ConfigError(place, [m["role"] for m in messages], "there is no user message")
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise ConfigError(place, messages[-1]["role"], "the last message must be the user's")
-    return tuple(messages)
-
-
-# ---------------------------------------------------------------------------------------------------- order
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptOrder:
-    """Which row stands at each position of the endless sequence of prompts.
-
-    Epoch e is positions [e * num_rows, (e + 1) * num_rows). With `shuffle` its rows ascend by
-    SHA-256(seed, epoch, row), else by row.
-    """
-
-    num_rows: int
-    seed: int
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_rows < 1:
-            raise ConfigError("data.train", self.num_rows, "there is no row to train on")
-
-    def epoch(self, epoch: int) -> list[int]:
-        """Row indices of one epoch, in order."""
-        if not self.shuffle:
-            return list(range(self.num_rows))
-        return sorted(
-            range(self.num_rows), key=lambda row: hashlib.sha256(f"{self.seed}/{epoch}/{row}".encode()).digest()
-        )
-
-    def take(self, position: int, count: int) -> list[int]:
-        """Row indices at positions [position, position + count); may run over the end of an epoch."""
-        taken: list[int] = []
-        while len(taken) < count:
-            epoch, offset = divmod(position + len(taken), self.num_rows)
-            taken += self.epoch(epoch)[offset : offset + count - len(taken)]
-        return taken
+    if not lengths:
+        return []
+    ascending = sorted(lengths)
+    shown = {q: ascending[max(0, -(-q * len(ascending) // 100) - 1)] for q in (0, 50, 90, 99, 100)}
+    text = f"tokens of {what}: {shown[0]} to {shown[100]}, half up to {shown[50]}, 90 % {shown[90]}, 99 % {shown[99]}"
+    longer = sum(length > limit for length in lengths)
+    more = [f"{longer} {what} are longer than {limit} tokens and left out"] if longer else []
+    return [text, *more]

@@ -31,7 +31,7 @@ def run_facts(
         ("identity", _identity(trainer)),
         ("quantised", _quantised(config, decoder)),
         ("trainable", f"{len(trainer.trainable)} of {len(decoder.weights)} tensors, {trained:,} parameters"),
-        ("data", "; ".join(data_summary)),
+        ("data", "\n".join(data_summary)),
         (
             "sampling",
             f"{rollout.prompts_per_step} prompts x {rollout.num_generations} completions of at most "

@@ -30,7 +30,7 @@ class Metric:
 
     def matches(self, logged: str) -> bool:
         """Whether a logged name is this metric's."""
-        parts = re.split(r"\{\w+\}", self.name)
+        parts = re.split(r"\{[\w ]+\}", self.name)
         return re.fullmatch(r"[^/]+".join(re.escape(part) for part in parts), logged) is not None
 
 
@@ -64,7 +64,15 @@ TRAINING = (
         ),
     ),
     Metric("rewards/{f}/mean", "mean of one reward function, None left out", _same("rewards/{f}/mean")),
+    Metric(
+        "reward/{data set}",
+        "mean reward of one data set's completions, where several are mixed",
+        _same("", "", "", "reward/{env}/mean"),
+    ),
+    Metric("rewards/errors", "scores that are missing because a reward function failed (reward.on_error: none)"),
+    Metric("rewards/timeouts", "scores that are missing because a call took longer than it may (reward.timeout)"),
     Metric("rewards/{f}/std", "its standard deviation (n - 1) over the batch", _same("rewards/{f}/std")),
+    Metric("rewards/{f}/{key}", "mean of a number that a function of verl's signature returned beside its score"),
     Metric(
         "loss",
         "the global loss, KL, entropy and balance terms included; mean over the updates of a step",

@@ -26,16 +26,24 @@ from zerogap.moments import Moments, pool
 from zerogap.rl import setup
 from zerogap.rl.advantage import Advantages, build_batch, step_advantages
 from zerogap.rl.correction import correct
-from zerogap.rl.data import PromptOrder
+from zerogap.rl.data_rows import Row
 from zerogap.rl.describe import run_facts
 from zerogap.rl.evaluate import summarise
 from zerogap.rl.filters import GroupFilter, Round, StepGroups, fill_slots
 from zerogap.rl.loss import PolicyLoss
-from zerogap.rl.metrics import ONE_SIDED, completion_metrics, flatten, reward_metrics, speculation_metrics
+from zerogap.rl.metrics import (
+    ONE_SIDED,
+    completion_metrics,
+    flatten,
+    reward_metrics,
+    source_metrics,
+    speculation_metrics,
+)
 from zerogap.rl.observer import Observer
 from zerogap.rl.report import read_lines, write_report
 from zerogap.rl.resume import require_same_run, starting_point
 from zerogap.rl.reward import RewardScores
+from zerogap.rl.reward_values import RewardError
 from zerogap.rl.rollout_log import LoggedRollout, logged_steps, read_rollout, write_rollout
 from zerogap.rl.run_folder import RunFolder, side_facts, weight_facts
 from zerogap.rl.setup import Prompt
@@ -86,12 +94,11 @@ class Run:
         self.files, self._fixed_source = setup.open_source(config)
         self.tokenizer = Tokenizer.from_files(self.files.tokenizer_files(), self.files.chat_template)
         limit = config.data.max_prompt_length
-        self.prompts, left_out = setup.tokenize(self.data.train, self.tokenizer, limit)
-        held_out, _ = setup.tokenize(self.data.held_out, self.tokenizer, limit)
-        more = [f"{left_out} prompts are longer than {limit} tokens and left out"] if left_out else []
-        self._data_summary = [*self.data.summary, *more]
+        self.prompts, lengths = setup.tokenize(self.data.train, self.tokenizer, limit)
+        held_out, more = setup.tokenize(self.data.held_out, self.tokenizer, limit, "held-out prompts")
+        self._data_summary = [*self.data.summary, *lengths, *more]
         self.held_out = held_out[: config.eval.num_prompts]
-        self.order = PromptOrder(len(self.prompts), config.seed, config.data.shuffle)
+        self.order = self.data.order([prompt.row for prompt in self.prompts], config.seed, config.data.shuffle)
         self.decoder = setup.load_decoder(config, self.files)
         self.trainer = setup.build_trainer(config, self.decoder)
         self.reference = self._load_reference() if config.algorithm.beta else None
@@ -166,8 +173,11 @@ class Run:
             self.observer.note(f"stopped after step {self.step}")
         except ZerogapError as error:
             self.folder.append("errors", {"step": self.step + 1, "error": f"{type(error).__name__}: {error}"})
+            if isinstance(error, RewardError) and self.step > begun:
+                self._save_checkpoint()  # the step at hand has changed no weight
             raise
         finally:
+            self.rewards.close()
             self._write_report()
             self.observer.ended()
             if self._events is not None:
@@ -197,7 +207,8 @@ class Run:
         self.step, self.position = step, groups.position
         self.num_tokens += groups.all_tokens
         metrics |= flatten(dict(advantages.metrics) | completion_metrics(samples))
-        metrics |= reward_metrics(self.rewards.names, scores.columns) | scores.metrics | groups.metrics()
+        metrics |= reward_metrics(self.rewards.names, scores) | groups.metrics()
+        metrics |= source_metrics([prompt.row for prompt in prompts], scores)
         if self.config.rollout.speculation.draft_tokens:
             metrics |= speculation_metrics(before, self.engine.statistics)
         self._log_step(step, groups.drawn_tokens, metrics, time.perf_counter() - began)
@@ -257,8 +268,21 @@ class Run:
 
     def _score(self, step: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardScores:
         with self._phase(step, "reward"):
-            ids = [s.completion_ids.tolist() for s in samples]
-            return self.rewards.score([p.row for p in prompts], [s.text for s in samples], ids, step)
+            return self._scored(step, [prompt.row for prompt in prompts], samples)
+
+    def _scored(self, step: int, rows: Sequence[Row], samples: Sequence[Sample]) -> RewardScores:
+        """Rewards of completions; what their functions printed, and what failed and was let pass, is written down."""
+        ids = [s.completion_ids.tolist() for s in samples]
+        try:
+            scores = self.rewards.score(rows, [s.text for s in samples], ids, step)
+        except RewardError as error:
+            self.folder.log_output(step, error.output)
+            raise
+        self.folder.log_output(step, scores.output)
+        if scores.notes:
+            more = f" ({len(scores.notes) - 1} more such faults)" if len(scores.notes) > 1 else ""
+            self.observer.note(f"step {step}: {scores.notes[0]}{more}")
+        return scores
 
     def _other_logprobs(self, samples: Sequence[Sample]) -> tuple[Sequence[np.ndarray] | None, ...]:
         """Log-probs besides the rollout's, where they are needed: the trainer's own before the update, and the
@@ -392,8 +416,7 @@ class Run:
         )
         count = config.eval.num_samples
         rows = [prompt.row for prompt in self.held_out for _ in range(count)]
-        ids = [s.completion_ids.tolist() for s in samples]
-        scores = self.rewards.score(rows, [s.text for s in samples], ids, step).totals
+        scores = self._scored(step, rows, samples).totals
         by_prompt = [scores[i : i + count] for i in range(0, len(scores), count)]
         record: dict[str, Any] = {"step": step, **summarise(by_prompt, config.eval.pass_k)}
         lengths = completion_metrics(samples)

@@ -4,11 +4,14 @@ Inside, a metric is a set of moments (exact sum, count, minimum, maximum) that p
 size; here each set becomes the flat names users know from TRL.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from zerogap.moments import Moments
+from zerogap.rl.data_rows import Row
+from zerogap.rl.reward import RewardScores
 from zerogap.rollout.progress import Statistics
 from zerogap.types import Sample
 
@@ -91,17 +94,33 @@ def completion_metrics(samples: Sequence[Sample]) -> dict[str, Moments]:
     }
 
 
-def reward_metrics(names: Sequence[str], scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-    """`rewards/{f}/mean` and `rewards/{f}/std` (n - 1 in the denominator) per reward function, None left out.
+def reward_metrics(names: Sequence[str], scores: RewardScores) -> dict[str, float]:
+    """`rewards/{f}/mean` and `rewards/{f}/std` (n - 1 in the denominator) per reward function, None left out;
+    `rewards/errors` and `rewards/timeouts`: scores missing because a function failed or was too slow; what functions
+    logged themselves.
 
     Args:
         names: one per function.
-        scores: [functions][samples].
     """
-    flat: dict[str, float] = {}
-    for name, column in zip(names, scores, strict=True):
+    flat: dict[str, float] = {"rewards/errors": float(scores.errors), "rewards/timeouts": float(scores.timeouts)}
+    for name, column in zip(names, scores.columns, strict=True):
         values = np.array([v for v in column if v is not None], np.float64)
         if len(values):
             flat[f"rewards/{name}/mean"] = Moments.of(values).mean
             flat[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-    return flat
+    return flat | scores.metrics
+
+
+def source_metrics(rows: Sequence[Row], scores: RewardScores) -> dict[str, float]:
+    """`reward/{data set}`: mean reward of the completions of each data set, where several are mixed.
+
+    Args:
+        rows: one per completion.
+    """
+    found: dict[str, list[float]] = {}
+    for row, total in zip(rows, scores.totals, strict=True):
+        if total is not None:
+            found.setdefault(row.source, []).append(total)
+    if len({row.source for row in rows}) < 2:
+        return {}
+    return {f"reward/{name.replace('/', '.')}": math.fsum(values) / len(values) for name, values in found.items()}

@@ -14,6 +14,7 @@ from zerogap.rl.run_folder import RunFolder
 from zerogap.train.checkpoint import list_checkpoints
 
 FREE = (
+    *("reward.timeout", "reward.on_error"),
     *("output_dir", "logging.", "checkpoint.", "eval.", "parity.", "algorithm.name"),
     *("rollout.page_size", "rollout.kv_cache_memory", "rollout.max_batch_tokens", "rollout.max_sequences"),
     *("rollout.prefix_cache", "rollout.speculation.", "moe.record_routing"),

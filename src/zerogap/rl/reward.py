@@ -1,42 +1,44 @@
-"""Scoring completions with the user's functions.
+"""Scoring completions with reward functions.
 
 A reward function has TRL's signature: keyword arguments only (`prompts`, `completions`, `completion_ids`,
 `trainer_state`, `log_extra`, `log_metric`, and every data column as a list), sync or async, returning one number or
 None per completion. Only the arguments that a function names (or all, if it takes **kwargs) are passed, each time as
 fresh copies, so no function can change what another one or the trainer sees. Anything but one finite number or None per
 row is refused by name of function and row; exactly 0.0 is a reward; None leaves the row out of this function's score.
+
+Functions of a recipe run in processes of their own with a time limit (`reward_process`), unless it sets none. What
+becomes of a fault is the recipe's choice: it ends the run, or the function has no say in the completions it concerns.
 """
 
 import asyncio
 import concurrent.futures
-import copy
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import math
-import numbers
-import pathlib
-import re
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
+from zerogap.config import RewardConfig, RewardEntry
 from zerogap.errors import ConfigError
-from zerogap.rl.data import Row
+from zerogap.rl.data_rows import Row
+from zerogap.rl.reward_builtin import reference_number
+from zerogap.rl.reward_loading import VERL, FunctionSpec, load_function
+from zerogap.rl.reward_process import IsolatedFunction, call_all
+from zerogap.rl.reward_values import (
+    SUPPLIED,
+    Hooks,
+    Outcome,
+    Parameter,
+    RewardError,
+    TrainerState,
+    call,
+    checked,
+    parameters_of,
+    raised,
+)
+from zerogap.rl.tasks import GymTask
 
-SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-
-_NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerState:
-    """What a reward function may ask about the run."""
-
-    global_step: int
+FAILING_STEPS = 3  # batches in a row in which a function fails for every completion end a run whose faults are let pass
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,12 +50,19 @@ class RewardScores:
         columns: [functions][N] as returned.
         extra: columns given to `log_extra`, for the completions file.
         metrics: means of the values given to `log_metric`.
+        errors, timeouts: scores that are missing because a function failed, or was too slow.
+        notes: what failed, in words.
+        output: what functions printed, where it was captured.
     """
 
     totals: list[float | None]
     columns: list[list[float | None]]
     extra: dict[str, list]
     metrics: dict[str, float]
+    errors: int = 0
+    timeouts: int = 0
+    notes: tuple[str, ...] = ()
+    output: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,30 +71,50 @@ class RewardFunctions:
 
     Attributes:
         names: unique, as metrics show them.
-        functions: callables with TRL's signature.
+        functions: callables with TRL's signature, called here, or functions in processes of their own.
         weights: one factor each.
+        entries: what the recipe says of each; empty: nothing.
+        abort: a fault ends the run.
     """
 
     names: tuple[str, ...]
-    functions: tuple[Callable[..., Any], ...]
+    functions: tuple[Callable[..., Any] | IsolatedFunction, ...]
     weights: tuple[float, ...]
+    entries: tuple[RewardEntry, ...] = ()
+    abort: bool = True
+    _failing: dict[str, int] = dataclasses.field(default_factory=dict)  # batches in a row without any score; mutated
 
     def check(self, columns: Sequence[str]) -> None:
         """Raise `ConfigError` if a function requires an argument that is neither supplied nor a data column."""
-        for name, function in zip(self.names, self.functions, strict=True):
-            for parameter in inspect.signature(function).parameters.values():
-                required = parameter.default is parameter.empty and parameter.kind in (
-                    parameter.POSITIONAL_OR_KEYWORD,
-                    parameter.KEYWORD_ONLY,
-                )
-                if parameter.kind is parameter.POSITIONAL_ONLY or (
-                    required and parameter.name not in (*SUPPLIED, *columns)
-                ):
+        for i, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
+            given = self.entries[i].arguments if self.entries else {}
+            for parameter in _parameters(function):
+                known = parameter.name in (*SUPPLIED, *columns, *given)
+                if parameter.nameless or (parameter.required and not known):
                     raise ConfigError(
                         f"reward function {name}",
                         parameter.name,
                         f"it needs an argument that is not there; there are {', '.join((*SUPPLIED, *columns))}",
                     )
+            if both := [key for key in given if key in (*SUPPLIED, *columns)]:
+                mend = "choose another name for the argument: a column, or what every function is given, is called so"
+                raise ConfigError(f"reward function {name}", both[0], mend)
+
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """Raise `ConfigError` for the first row whose answer a built-in function or one of verl's cannot use."""
+        for entry in self.entries:
+            for row in rows:
+                if not entry.scores(row.source):
+                    continue
+                answer = row.columns.get("answer")
+                if entry.function == "number_match" and reference_number(answer) is None:
+                    mend = (
+                        "number_match needs a number in the answer; reward.functions can name the data sets it scores"
+                    )
+                    raise ConfigError(f"{row.name} answer", answer, mend)
+                if entry.function.startswith(VERL) and answer is None:
+                    mend = "verl's functions need a ground truth: reward_model.ground_truth, or an answer column"
+                    raise ConfigError(f"{row.name} answer", answer, mend)
 
     def score(
         self, rows: Sequence[Row], texts: Sequence[str], completion_ids: Sequence[Sequence[int]], step: int
@@ -99,7 +128,8 @@ class RewardFunctions:
             step: the run's step, as `trainer_state.global_step`.
 
         Raises:
-            ConfigError: names the function and the row of a result that is not a number or None.
+            RewardError: names the function and the row of a result that is not a number or None, of a call that raised
+                or took too long. Where faults are let pass: a function failed for everything, several times in a row.
         """
         assert len(rows) == len(texts) == len(completion_ids), "one row and one text per completion"
         names = dict.fromkeys(key for row in rows for key in row.columns)
@@ -108,165 +138,175 @@ class RewardFunctions:
             "completions": [[{"role": "assistant", "content": text}] for text in texts],
             "completion_ids": [[int(i) for i in ids] for ids in completion_ids],
             **{key: [row.columns.get(key) for row in rows] for key in names if key not in SUPPLIED},
-        }
-        extra: dict[str, list] = {}
-        logged: dict[str, list[float]] = {}
-        hooks = {
             "trainer_state": TrainerState(step),
-            "log_extra": lambda column, values: extra.__setitem__(column, list(values)),
-            "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
         }
-        results = self._call_all(arguments, hooks)
-        columns = [_checked(name, result, rows) for name, result in zip(self.names, results, strict=True)]
+        chosen = [self._rows_of(i, rows) for i in range(len(self.functions))]
+        outcomes = self._call_all(arguments, [row.name for row in rows], chosen)
+        self._require_health(outcomes)
+        full = [_spread(outcome, which, len(rows)) for outcome, which in zip(outcomes, chosen, strict=True)]
+        columns = [outcome.scores for outcome in full]
         totals = [self._total([column[i] for column in columns]) for i in range(len(rows))]
-        return RewardScores(totals, columns, extra, {k: math.fsum(v) / len(v) for k, v in logged.items()})
+        logged: dict[str, list[float]] = {}
+        for outcome in full:
+            for name, values in outcome.metrics.items():
+                logged.setdefault(name, []).extend(values)
+        return RewardScores(
+            totals,
+            columns,
+            {column: values for outcome in full for column, values in outcome.extra.items()},
+            {name: math.fsum(values) / len(values) for name, values in logged.items()},
+            sum(outcome.errors for outcome in full),
+            sum(outcome.timeouts for outcome in full),
+            tuple(str(fault) for outcome in full for fault in outcome.faults),
+            "".join(f"--- {n}\n{o.output}\n" for n, o in zip(self.names, full, strict=True) if o.output),
+        )
+
+    def close(self) -> None:
+        """End the processes of functions; the next call begins new ones."""
+        for function in self.functions:
+            if isinstance(function, IsolatedFunction):
+                function.close()
+
+    def _rows_of(self, function: int, rows: Sequence[Row]) -> list[int]:
+        """Indices of the rows that a function scores."""
+        entry = self.entries[function] if self.entries else None
+        return [i for i, row in enumerate(rows) if entry is None or entry.scores(row.source)]
 
     def _total(self, scores: Sequence[float | None]) -> float | None:
         given = [w * s for w, s in zip(self.weights, scores, strict=True) if s is not None]
         return math.fsum(given) if given else None
 
-    def _call_all(self, arguments: Mapping[str, Any], hooks: Mapping[str, Any]) -> list[Any]:
-        """Results in the order of functions; async ones run concurrently after the others were called."""
-        results = []
-        for name, function in zip(self.names, self.functions, strict=True):
-            supplied = {**copy.deepcopy(dict(arguments)), **hooks}
-            parameters = inspect.signature(function).parameters.values()
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                accepted = {p.name for p in parameters}
-                supplied = {k: v for k, v in supplied.items() if k in accepted}
-            try:
-                results.append(function(**supplied))
-            except Exception as error:
-                raise _failed(name, error) from error
-        waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
-        if waiting:
-            # A thread of its own, because the caller's may already run an event loop (a notebook's does).
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                answers = pool.submit(asyncio.run, _gather([results[i] for i in waiting])).result()
-            for i, answer in zip(waiting, answers, strict=True):
-                if isinstance(answer, Exception):
-                    raise _failed(self.names[i], answer) from answer
-                results[i] = answer
-        return results
+    def _require_health(self, outcomes: Sequence[Outcome]) -> None:
+        """What has been let pass too often ends the run."""
+        for name, outcome in zip(self.names, outcomes, strict=True):
+            if not outcome.scores:
+                continue
+            failed = outcome.faults and outcome.errors + outcome.timeouts >= len(outcome.scores)
+            self._failing[name] = self._failing.get(name, 0) + 1 if failed else 0
+            if self._failing[name] >= FAILING_STEPS:
+                first = outcome.faults[0]
+                mend = f"{first.mend} (it failed for every completion {FAILING_STEPS} times in a row)"
+                raise RewardError(first.key, first.value, mend, timed_out=first.timed_out, output=first.output)
+
+    def _call_all(
+        self, arguments: Mapping[str, Any], places: Sequence[str], chosen: Sequence[Sequence[int]]
+    ) -> list[Outcome]:
+        """Outcomes in the order of functions. Those of this process are called first, then the others side by side."""
+
+        def part(which: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
+            lists = {k: [v[i] for i in which] if isinstance(v, list) else v for k, v in arguments.items()}
+            return lists, [places[i] for i in which]
+
+        outcomes: dict[int, Outcome] = dict.fromkeys(range(len(self.functions)), Outcome([]))
+        here, there = {}, {}
+        for i, function in enumerate(self.functions):
+            if chosen[i] and isinstance(function, IsolatedFunction):
+                there[i] = (function, *part(chosen[i]))
+            elif chosen[i] and not isinstance(function, IsolatedFunction):
+                here[i] = (self.names[i], function, *part(chosen[i]))
+        outcomes |= zip(here, call_here(list(here.values()), self.abort), strict=True)
+        outcomes |= zip(there, call_all(list(there.values()), self.abort), strict=True)
+        return [outcomes[i] for i in range(len(self.functions))]
+
+
+def _parameters(function: Callable[..., Any] | IsolatedFunction) -> tuple[Parameter, ...]:
+    return function.parameters if isinstance(function, IsolatedFunction) else parameters_of(function)
+
+
+def _spread(outcome: Outcome, which: Sequence[int], count: int) -> Outcome:
+    """An outcome for some rows as one for all: None for the others."""
+    if len(which) == count:
+        return outcome
+    scores: list[float | None] = [None] * count
+    extra = {column: [None] * count for column, values in outcome.extra.items() if len(values) == len(which)}
+    for k, i in enumerate(which):
+        scores[i] = outcome.scores[k]
+        for column in extra:
+            extra[column][i] = outcome.extra[column][k]
+    return dataclasses.replace(outcome, scores=scores, extra=extra)
+
+
+def call_here(
+    calls: Sequence[tuple[str, Callable[..., Any], Mapping[str, Any], Sequence[str]]], stop_at_fault: bool
+) -> list[Outcome]:
+    """Call functions in this process, in order; async ones run concurrently after the others were called.
+
+    Args:
+        calls: name, function, arguments, and where each row stands.
+
+    Raises:
+        RewardError: the first fault, with `stop_at_fault`.
+    """
+    results: list[Any] = []
+    hooks = [Hooks() for _ in calls]
+    for i, (name, function, arguments, _) in enumerate(calls):
+        try:
+            results.append(call(function, arguments, hooks[i]))
+        except Exception as error:
+            failed = raised(name, error)
+            if stop_at_fault:
+                raise failed from error
+            results.append(failed)
+    waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+    if waiting:
+        # A thread of its own, because the caller's may already run an event loop (a notebook's does).
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(asyncio.run, _gather([results[i] for i in waiting])).result()
+        for i, answer in zip(waiting, answers, strict=True):
+            results[i] = answer
+    outcomes = []
+    for i, (name, _, _, rows) in enumerate(calls):
+        outcome = _outcome(name, results[i], rows, hooks[i])
+        if outcome.faults and stop_at_fault:
+            raise outcome.faults[0] from results[i] if isinstance(results[i], Exception) else None
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _outcome(name: str, result: Any, rows: Sequence[str], hooks: Hooks) -> Outcome:
+    """A result, or the exception there was instead, as an outcome."""
+    if isinstance(result, Exception):
+        failed = result if isinstance(result, RewardError) else raised(name, result)
+        return Outcome([None] * len(rows), errors=len(rows), faults=(failed,))
+    try:
+        scores, errors = checked(name, result, rows)
+    except RewardError as error:
+        return Outcome([None] * len(rows), errors=len(rows), faults=(error,))
+    return Outcome(scores, hooks.extra, hooks.metrics, len(errors), faults=tuple(errors))
 
 
 async def _gather(awaitables: Sequence[Any]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
-def _failed(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"reward function {name}", f"{type(error).__name__}: {error}", "it raised; mend the function")
-
-
-def _checked(name: str, result: object, rows: Sequence[Row]) -> list[float | None]:
-    """A function's result as one float or None per row; everything else is refused."""
-    key = f"reward function {name}"
-    if not isinstance(result, list | tuple):
-        hint = "; convert it with .tolist()" if hasattr(result, "tolist") else ""
-        raise ConfigError(key, type(result).__name__, f"return a list with one number or None per completion{hint}")
-    if len(result) != len(rows):
-        raise ConfigError(key, f"{len(result)} values", f"return {len(rows)}, one per completion")
-    scores: list[float | None] = []
-    for i, value in enumerate(result):
-        place = f"{key}, completion {i} ({rows[i].name})"
-        if value is None:
-            scores.append(None)
-            continue
-        if not isinstance(value, numbers.Real | np.bool_):
-            raise ConfigError(place, value, f"return a number or None, not {type(value).__name__}")
-        if not math.isfinite(value):
-            raise ConfigError(place, float(value), "return a finite number, or None to leave the completion out")
-        scores.append(float(value))
-    return scores
-
-
 # ---------------------------------------------------------------------------------------------------- loading
 
 
-def load_rewards(
-    functions: Sequence[str], weights: Sequence[float] | None, scorer: Callable[[str, Row], float] | None = None
-) -> RewardFunctions:
-    """Reward functions by name.
+def load_rewards(config: RewardConfig, tasks: Mapping[str, GymTask] | None = None) -> RewardFunctions:
+    """The reward functions that a recipe asks for, ready to be called.
 
     Args:
-        functions: `number_match`, `task`, `module:function` or `path/to/file.py:function`.
-        weights: one per function, or None for all 1.
-        scorer: what `task` stands for: (completion text, row) -> reward; wrapped by the caller's `PromptSet`.
+        config: the recipe's section.
+        tasks: what `task` scores, by the value of the column `task`.
 
     Raises:
         ConfigError: a function that cannot be found, called, or named apart from another.
     """
-    loaded, names = [], []
-    for path in functions:
-        if path == "number_match":
-            function: Callable[..., Any] = number_match
-        elif path == "task":
-            if scorer is None:
-                raise ConfigError("reward.functions", path, "only reasoning_gym:NAME data has a scorer of its own")
-            function = _task_reward(scorer)
+    entries = config.entries()
+    specs = [FunctionSpec(entry.function, dict(entry.arguments), "", tasks or {}) for entry in entries]
+    short = [entry.name or spec.short_name for entry, spec in zip(entries, specs, strict=True)]
+    names = [n if short.count(n) == 1 else s.path.replace("/", ".") for n, s in zip(short, specs, strict=True)]
+    if len(set(names)) != len(names):
+        mend = "name every function once, or give them names: {function: ..., name: ...}"
+        raise ConfigError("reward.functions", list(config.functions), mend)
+    functions: list[Callable[..., Any] | IsolatedFunction] = []
+    for name, spec in zip(names, specs, strict=True):
+        if spec.path == "task" and not tasks:
+            raise ConfigError("reward.functions", "task", "only reasoning_gym:NAME data has a scorer of its own")
+        spec = dataclasses.replace(spec, name=name)
+        if config.timeout is None or spec.harmless:
+            functions.append(load_function(spec))
         else:
-            function = _import_function(path)
-        loaded.append(function)
-        names.append(path.rpartition(":")[2])
-    unique = [name if names.count(name) == 1 else path for name, path in zip(names, functions, strict=True)]
-    if len(set(unique)) != len(unique):
-        raise ConfigError("reward.functions", list(functions), "name every function once")
-    return RewardFunctions(tuple(unique), tuple(loaded), tuple(weights or [1.0] * len(loaded)))
-
-
-def _task_reward(scorer: Callable[[str, Row], float]) -> Callable[..., list[float]]:
-    def task(completions: list, entry: list) -> list[float]:
-        rows = [Row("", (), {"entry": e}) for e in entry]
-        return [scorer(c[0]["content"], row) for c, row in zip(completions, rows, strict=True)]
-
-    return task
-
-
-def _import_function(path: str) -> Callable[..., Any]:
-    module_name, colon, name = path.rpartition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError("reward.functions", path, "write module:function or path/to/file.py:function")
-    if module_name.endswith(".py"):
-        file = pathlib.Path(module_name)
-        if not file.is_file():
-            raise ConfigError("reward.functions", path, f"no such file: {file}")
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None and spec.loader is not None, f"{file} is a Python file"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise ConfigError("reward.functions", path, f"{error}; a file is named path/to/file.py:function") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError("reward.functions", path, f"{module_name} has no function {name}")
-    return function
-
-
-# ---------------------------------------------------------------------------------------------------- numbers
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number in a text, exactly: `1,234.50`, `-3`, `.5`; a minus right after a digit is an operator."""
-    found = [m.group() for m in _NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")) if m.group().strip("-")]
-    return Fraction(found[-1].replace(",", "")) if found else None
-
-
-def reference_number(answer: object) -> Fraction | None:
-    """The number that an answer column states: a number, or a text's last one (GSM8K: the one after `####`)."""
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
-        return Fraction(repr(answer))
-    return last_number(answer.rpartition("####")[2]) if isinstance(answer, str) else None
-
-
-def number_match(completions: list, answer: list) -> list[float]:
-    """1.0 where the last number of a completion equals the answer's, else 0.0."""
-    scores = []
-    for completion, expected in zip(completions, answer, strict=True):
-        number = reference_number(expected)
-        if number is None:
-            raise ConfigError("answer", expected, "number_match needs a number in the answer")
-        scores.append(float(last_number(completion[0]["content"]) == number))
-    return scores
+            functions.append(IsolatedFunction(spec, config.timeout))
+    weights = config.weights or tuple(1.0 for _ in functions)
+    return RewardFunctions(tuple(names), tuple(functions), tuple(weights), entries, config.on_error == "abort")

@@ -28,8 +28,12 @@ from zerogap.rl.rollout_log import logged_steps, rollout_path, write_json
 from zerogap.train.checkpoint import list_checkpoints
 from zerogap.weights import ModelFiles, save_folder
 
+OUTPUT = "rewards.log"  # what reward functions printed
 LINES = ("metrics", "eval", "completions", "errors")
-PARTS = (*(f"{n}.jsonl" for n in LINES), "rollouts", "weights", "checkpoints", "model", "report.html", "tensorboard")
+PARTS = (
+    *(*(f"{n}.jsonl" for n in LINES), OUTPUT),
+    *("rollouts", "weights", "checkpoints", "model", "report.html", "tensorboard"),
+)
 CONFIG = "config.yaml"  # what makes a folder one of a run: written first, removed last
 FACTS = "zerogap.json"  # as `weights.save_folder` names it
 VERSION = "version-"
@@ -115,6 +119,12 @@ class RunFolder:
         """Add a line to `NAME.jsonl`; it is out of this process when the call returns."""
         with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(_line(record))
+
+    def log_output(self, step: int, text: str) -> None:
+        """Add what reward functions printed in a step to `rewards.log`, if it is anything."""
+        if text.strip():
+            with (self.path / OUTPUT).open("a", encoding="utf-8") as file:
+                file.write(f"=== step {step}\n{text.rstrip()}\n")
 
     # ---- weights of audited steps
 

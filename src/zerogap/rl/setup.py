@@ -15,8 +15,9 @@ from zerogap.errors import ConfigError
 from zerogap.models.decoder import Decoder
 from zerogap.models.spec import ModelSpec
 from zerogap.ops.backend import identity
-from zerogap.rl.data import PromptSet, Row, keep_short, load_prompts
+from zerogap.rl.data import PromptSet, Row, keep_short, length_notes, load_prompts
 from zerogap.rl.reward import RewardFunctions, load_rewards
+from zerogap.rl.reward_loading import FunctionSpec
 from zerogap.rollout.engine import Engine
 from zerogap.rollout.speculate import Speculation
 from zerogap.text import Tokenizer
@@ -36,17 +37,23 @@ class Prompt:
 
 def load_data(config: RunConfig) -> tuple[PromptSet, RewardFunctions]:
     """Rows and reward functions, checked against each other."""
-    data = load_prompts(config.data, config.seed, needs_answer="number_match" in config.reward.functions)
-    rewards = load_rewards(config.reward.functions, config.reward.weights, data.scorer)
-    rewards.check(list(dict.fromkeys(key for row in (*data.train, *data.held_out) for key in row.columns)))
+    entries = config.reward.entries()
+    reading = [entry for entry in entries if FunctionSpec(entry.function).needs_answer]
+    data = load_prompts(config.data, config.seed, lambda path: any(entry.scores(path) for entry in reading))
+    rewards = load_rewards(config.reward, data.tasks)
+    rows = (*data.train, *data.held_out)
+    rewards.check(list(dict.fromkeys(key for row in rows for key in row.columns)))
+    rewards.check_rows(rows)
     return data, rewards
 
 
-def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, limit: int) -> tuple[list[Prompt], int]:
-    """Prompts of at most `limit` tokens, and how many rows were longer and left out."""
+def tokenize(
+    rows: Sequence[Row], tokenizer: Tokenizer, limit: int, what: str = "prompts"
+) -> tuple[list[Prompt], list[str]]:
+    """Prompts of at most `limit` tokens, and what is told of their lengths and of those that are left out."""
     ids = {id(row): tokenizer.encode_chat(row.prompt) for row in rows}
-    kept, left_out = keep_short(rows, lambda row: len(ids[id(row)]), limit)
-    return [Prompt(row, ids[id(row)]) for row in kept], left_out
+    kept, _ = keep_short(rows, lambda row: len(ids[id(row)]), limit)
+    return [Prompt(row, ids[id(row)]) for row in kept], length_notes([len(i) for i in ids.values()], limit, what)
 
 
 def open_source(config: RunConfig) -> tuple[ModelFiles, str | None]:

@@ -106,8 +106,9 @@ def small_recipe(config: RunConfig, folder: Path) -> tuple[RunConfig, ModelSpec,
     notes = [f"model: {config.model} stands aside for {LAYERS} random layers"]
     if own is None:
         notes.append(f"model: its config is not on this machine, so its family is unknown; this is {spec.family}")
-    notes.append(f"data: {config.data.train} stands aside for a few prompts of the built-in multiplication task")
-    rewards = ", ".join(config.reward.functions)
+    named = ", ".join(source.path for source in config.data.train_sources())
+    notes.append(f"data: {named} stands aside for a few prompts of the built-in multiplication task")
+    rewards = ", ".join(entry.function for entry in config.reward.entries())
     notes.append(f"reward: {rewards} stands aside for one that differs between random completions")
     tree = config.model_dump(mode="json")
     names = list(spec.weight_specs(PRESETS["bf16"]))
@@ -124,7 +125,7 @@ def small_recipe(config: RunConfig, folder: Path) -> tuple[RunConfig, ModelSpec,
     notes += [f"trainable: {note}" for note in more]
     tree |= {"model": str(folder / "model"), "output_dir": str(folder / "run")}
     tree["data"] = {"train": "multiplication", "max_prompt_length": 64, "shuffle": config.data.shuffle}
-    tree["reward"] = {"functions": [f"{__name__}:{share_of_even_ids.__name__}"]}
+    tree["reward"] = {"functions": [f"{__name__}:{share_of_even_ids.__name__}"], "timeout": None}
     tree["parity"]["on_mismatch"] = "warn"
     tree["algorithm"]["group_filter"]["mean_reward"] = None  # it was chosen for another reward
     _shrink_sizes(tree)

@@ -4,6 +4,7 @@ A task gives items to train on and items held out. No held-out problem is ever t
 The built-in tasks are fixed: the same problems in every run, so that accuracies of different runs compare.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 import random
@@ -61,35 +62,68 @@ BUILT_IN: dict[str, Callable[[], tuple[list[Item], list[Item]]]] = {
 }
 
 
-def reasoning_gym(
-    name: str, size: int, seed: int, settings: Mapping[str, Any]
-) -> tuple[list[Item], list[Item], Callable[[str, Mapping[str, Any]], float]]:
-    """Problems of a reasoning-gym task: (to train on, held out, scorer of (completion, item's `entry`)).
+@dataclasses.dataclass(frozen=True)
+class GymTask:
+    """A reasoning-gym task with its settings; it makes problems, and scores completions of them.
 
-    A fifth of `size`, at most 200, is held out; problems to train on that equal a held-out one are left out. The
-    scorer is the task's own; it is given what stands between <answer> and </answer>, or the whole completion.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed, or refuses the name or the settings.
+    Attributes:
+        name: as reasoning-gym knows it.
+        size: problems drawn, held-out ones included.
+        seed: of the problems.
+        settings: as that task names them.
     """
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError("data.train", f"reasoning_gym:{name}", "install it: pip install reasoning-gym")
-    import reasoning_gym as gym
 
-    try:
-        task = gym.create_dataset(name, **{"size": size, "seed": seed, **settings})
-        entries = [task[i] for i in range(size)]
-    except (ValueError, TypeError, AssertionError, KeyError) as error:
-        raise ConfigError("data.train", f"reasoning_gym:{name}", f"reasoning-gym refuses: {error}") from error
-    items = [{"prompt": e["question"], "answer": e["answer"], "entry": e} for e in entries]
-    held_out = items[: min(200, size // 5)]
-    asked = {item["prompt"] for item in held_out}
-    train = [item for item in items[len(held_out) :] if item["prompt"] not in asked]
-    if not train:
-        raise ConfigError("data.size", size, "raise it: no problem is left to train on beside the held-out ones")
+    name: str
+    size: int
+    seed: int
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def score(text: str, entry: Mapping[str, Any]) -> float:
-        tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-        return float(task.score_answer(answer=(tagged[-1] if tagged else text).strip(), entry=dict(entry)))
+    def problems(self, key: str = "data.train") -> tuple[list[Item], list[Item]]:
+        """Problems to train on, and held out ones.
 
-    return train, held_out, score
+        A fifth of `size`, at most 200, is held out; problems to train on that equal a held-out one are left out.
+
+        Raises:
+            ConfigError: reasoning-gym is not installed, or refuses the name or the settings.
+        """
+        task = self._open(key)
+        try:
+            entries = [task[i] for i in range(self.size)]
+        except REFUSALS as error:
+            raise self._refused(key, error) from error
+        items = [{"prompt": e["question"], "answer": e["answer"], "entry": e} for e in entries]
+        held_out = items[: min(200, self.size // 5)]
+        asked = {item["prompt"] for item in held_out}
+        train = [item for item in items[len(held_out) :] if item["prompt"] not in asked]
+        if not train:
+            raise ConfigError(
+                "data.size", self.size, "raise it: no problem is left to train on beside the held-out ones"
+            )
+        return train, held_out
+
+    def scorer(self) -> Callable[[str, Mapping[str, Any]], float]:
+        """(completion, a problem's `entry`) -> the task's own score of what stands between <answer> and </answer>, or
+        of the whole completion."""
+        task = self._open("data.train")
+
+        def score(text: str, entry: Mapping[str, Any]) -> float:
+            tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+            return float(task.score_answer(answer=(tagged[-1] if tagged else text).strip(), entry=dict(entry)))
+
+        return score
+
+    def _open(self, key: str) -> Any:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ConfigError(key, f"reasoning_gym:{self.name}", "install it: pip install 'zerogap[tasks]'")
+        import reasoning_gym as gym
+
+        try:
+            return gym.create_dataset(self.name, **{"size": self.size, "seed": self.seed, **self.settings})
+        except REFUSALS as error:
+            raise self._refused(key, error) from error
+
+    def _refused(self, key: str, error: Exception) -> ConfigError:
+        return ConfigError(key, f"reasoning_gym:{self.name}", f"reasoning-gym refuses: {error}")
+
+
+REFUSALS = (ValueError, TypeError, AssertionError, KeyError)

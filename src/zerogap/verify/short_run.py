@@ -20,7 +20,8 @@ from zerogap.errors import ConfigError
 from zerogap.models.spec import ModelSpec
 from zerogap.numerics import PRESETS, Numerics
 from zerogap.rl import setup
-from zerogap.rl.data import Message, PromptOrder, load_prompts
+from zerogap.rl.data import load_prompts
+from zerogap.rl.data_rows import Message
 from zerogap.rl.loop import Run
 from zerogap.rl.observer import Observer
 from zerogap.rl.rollout_log import read_rollout
@@ -81,7 +82,7 @@ class ShortRun:
         tree |= {
             "model": model,
             "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_length": longest, "shuffle": False},
-            "reward": {"functions": [REWARD]},
+            "reward": {"functions": [REWARD], "timeout": None},
             "optimizer": optimizer,
             "parity": {"on_mismatch": "warn"},  # counted, and refused afterwards
             "eval": {"num_prompts": 0},
@@ -142,9 +143,9 @@ def asked_for(numerics: Numerics) -> dict[str, Any]:
 
 def _prompts(config: RunConfig, tokenizer: Tokenizer, limit: int) -> tuple[Messages, ...]:
     """The first prompts that a run of the recipe would train on, of those that are short enough."""
-    data = load_prompts(config.data, config.seed, needs_answer=False)
+    data = load_prompts(config.data, config.seed, lambda path: False)
     short, _ = setup.tokenize(data.train, tokenizer, limit)
-    order = PromptOrder(len(short), config.seed, config.data.shuffle)
+    order = data.order([prompt.row for prompt in short], config.seed, config.data.shuffle)
     return tuple(short[row].row.prompt for row in order.take(0, STEPS * PROMPTS))
 
 

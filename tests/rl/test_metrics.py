@@ -9,7 +9,9 @@ import pytest
 from tests.rl.rows import make_batch, make_sample
 from zerogap.moments import Moments, exact_sum, pool
 from zerogap.rl.correction import different_bits, exponential, mismatch_metrics
-from zerogap.rl.metrics import completion_metrics, flatten, reward_metrics
+from zerogap.rl.data_rows import Row
+from zerogap.rl.metrics import completion_metrics, flatten, reward_metrics, source_metrics
+from zerogap.rl.reward import RewardScores
 
 
 def test_exact_sum_against_fractions():
@@ -76,10 +78,15 @@ def test_completion_and_reward_metrics():
         "completions/mean_terminated_length": 4.0,
         "completions/clipped_ratio": 1 / 3,
     }
-    flat = reward_metrics(["f", "g", "h"], [[0.0, 1.0, None], [2.0, None, None], [None] * 3])
-    assert flat == {
+    columns = [[0.0, 1.0, None], [2.0, None, None], [None] * 3]
+    scores = RewardScores([1.0, None, 4.0], columns, {}, {"own": 3.0}, errors=2, timeouts=3)
+    assert reward_metrics(["f", "g", "h"], scores) == {
+        "rewards/errors": 2.0, "rewards/timeouts": 3.0, "own": 3.0,
         "rewards/f/mean": 0.5, "rewards/f/std": 0.5**0.5, "rewards/g/mean": 2.0, "rewards/g/std": 0.0,
     }  # fmt: skip
+    rows = [Row("", (), {}, source) for source in ("a/b", "c", "c")]
+    assert source_metrics(rows, scores) == {"reward/a.b": 1.0, "reward/c": 4.0}
+    assert source_metrics([rows[0]] * 3, scores) == {}, "no mixture"
 
 
 def test_logged_names():

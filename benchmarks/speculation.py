@@ -38,7 +38,7 @@ GROUP = 8
 def prompts_of(files: ModelFiles, args: argparse.Namespace, count: int) -> list[list[int]]:
     """Token ids of the first `count` prompts of the data."""
     tokenizer = Tokenizer.from_files(files.tokenizer_files(), files.chat_template)
-    rows = load_prompts(DataConfig(train=args.data, instruction=args.instruction), 0, needs_answer=False).train
+    rows = load_prompts(DataConfig(train=args.data, instruction=args.instruction), 0, lambda path: False).train
     assert len(rows) >= count, f"{args.data} has {len(rows)} rows, {count} are needed"
     return [tokenizer.encode_chat(row.prompt).tolist() for row in rows[:count]]
 

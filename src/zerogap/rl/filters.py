@@ -168,5 +168,7 @@ def _joined(rounds: Sequence[Round], chosen: Sequence[int]) -> Round:
             columns=[[column[i] for i in chosen] for column in columns],
             extra=extra,
             metrics=metrics,
+            errors=sum(s.errors for s in scores),
+            timeouts=sum(s.timeouts for s in scores),
         ),
     )

@@ -26,7 +26,6 @@ from zerogap.moments import Moments, pool
 from zerogap.rl import setup
 from zerogap.rl.advantage import Advantages, build_batch, step_advantages
 from zerogap.rl.correction import correct
-from zerogap.rl.data_rows import Row
 from zerogap.rl.describe import run_facts
 from zerogap.rl.evaluate import summarise
 from zerogap.rl.filters import GroupFilter, Round, StepGroups, fill_slots
@@ -46,6 +45,7 @@ from zerogap.rl.reward import RewardScores
 from zerogap.rl.reward_values import RewardError
 from zerogap.rl.rollout_log import LoggedRollout, logged_steps, read_rollout, write_rollout
 from zerogap.rl.run_folder import RunFolder, side_facts, weight_facts
+from zerogap.rl.scoring import score_samples
 from zerogap.rl.setup import Prompt
 from zerogap.rl.tensorboard import EventWriter
 from zerogap.rollout.progress import Progress
@@ -268,21 +268,8 @@ class Run:
 
     def _score(self, step: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardScores:
         with self._phase(step, "reward"):
-            return self._scored(step, [prompt.row for prompt in prompts], samples)
-
-    def _scored(self, step: int, rows: Sequence[Row], samples: Sequence[Sample]) -> RewardScores:
-        """Rewards of completions; what their functions printed, and what failed and was let pass, is written down."""
-        ids = [s.completion_ids.tolist() for s in samples]
-        try:
-            scores = self.rewards.score(rows, [s.text for s in samples], ids, step)
-        except RewardError as error:
-            self.folder.log_output(step, error.output)
-            raise
-        self.folder.log_output(step, scores.output)
-        if scores.notes:
-            more = f" ({len(scores.notes) - 1} more such faults)" if len(scores.notes) > 1 else ""
-            self.observer.note(f"step {step}: {scores.notes[0]}{more}")
-        return scores
+            rows = [prompt.row for prompt in prompts]
+            return score_samples(self.rewards, self.folder, self.observer, step, rows, samples)
 
     def _other_logprobs(self, samples: Sequence[Sample]) -> tuple[Sequence[np.ndarray] | None, ...]:
         """Log-probs besides the rollout's, where they are needed: the trainer's own before the update, and the
@@ -416,7 +403,7 @@ class Run:
         )
         count = config.eval.num_samples
         rows = [prompt.row for prompt in self.held_out for _ in range(count)]
-        scores = self._scored(step, rows, samples).totals
+        scores = score_samples(self.rewards, self.folder, self.observer, step, rows, samples).totals
         by_prompt = [scores[i : i + count] for i in range(0, len(scores), count)]
         record: dict[str, Any] = {"step": step, **summarise(by_prompt, config.eval.pass_k)}
         lengths = completion_metrics(samples)

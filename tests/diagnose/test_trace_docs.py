@@ -14,7 +14,7 @@ from zerogap.diagnose.trace import PATHS, Definition, Pass, SequenceTrace, Trace
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trace-format.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-BY_HAND, SKETCHES, TRL, VERL = BLOCKS
+BY_HAND, SKETCHES, RECORDER, TRL, VERL = BLOCKS
 
 
 def test_a_trace_written_by_hand_is_read(tmp_path, monkeypatch):
@@ -34,6 +34,25 @@ def test_the_weights_line_runs():
     scope = {"model": torch.nn.Linear(3, 2)}
     exec(compile(SKETCHES, "trace-format.md", "exec"), scope)
     assert scope["weights"]["weight"]["shape"] == [2, 3]
+
+
+def test_the_recorder_of_an_own_engine(tmp_path, monkeypatch):
+    """An engine of a prefill and one decoding pass; the last token's row does not exist."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "engine-trace").mkdir()
+    (tmp_path / "engine-trace" / "trace.json").write_text("{}")  # an older trace makes room
+    scope = {"prompt": [5, 6], "Path": Path}
+
+    def generate(prompt):
+        for rows in (torch.ones(len(prompt), 3), torch.full((1, 3), 2.0)):
+            scope["recorder"].record("0.q_proj", rows)
+        return [*prompt, 7, 8], [-0.5, -0.25]
+
+    exec(compile(RECORDER, "trace-format.md", "exec"), scope | {"generate": generate}, scope)
+    found = load_trace(tmp_path / "engine-trace")
+    assert found.sequences[0].ids.tolist() == [5, 6, 7, 8] and found.recorded.path == "decode"
+    assert found.recorded.boundaries["0.q_proj"].isnan().all(1).tolist() == [False, False, False, True]
+    assert found.recorded.logprobs[0][2:].tolist() == [-0.5, -0.25]
 
 
 def test_hooks_are_short_and_exist():

@@ -30,8 +30,8 @@ def verify(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model folder (a tokenizer is not needed), hub id, .gguf file, or smollm2-135m-instruct; or a "
-            "recipe (.yaml), whose model and numerics are meant.",
+            help="A model folder (a tokenizer is needed for --certificate only), hub id, .gguf file, or "
+            "smollm2-135m-instruct; or a recipe (.yaml), whose model and numerics are meant.",
             metavar="RECIPE_OR_MODEL",
         ),
     ] = None,

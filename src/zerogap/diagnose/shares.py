@@ -48,7 +48,8 @@ def shares(facts: Facts, replacements: Mapping[str, Mapping[str, Replacement]]) 
             text = f"all operators of {which.upper()} of these kinds computed as {other}'s: {', '.join(kinds)}"
             found.append(Share("numeric", 1.0 - rest / mean, text))
             left = min(left, rest)
-    found.append(Share("remaining", left / mean, "nothing: what is left after the substitutions above"))
+    left_over = "what is left after the substitutions above" if found else "nothing could be substituted"
+    found.append(Share("remaining", left / mean, left_over))
     return tuple(found)
 
 

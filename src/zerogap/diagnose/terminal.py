@@ -103,7 +103,10 @@ def _statistics(found: Mapping[str, Any]) -> Iterator[Line]:
 
 def _finding(finding: Finding) -> Iterator[Line]:
     tone = {"passed": "good", "failed": "bad", "not checked": "open"}[finding.outcome]
-    yield from _wrapped(f"  {MARKS[finding.outcome]} {finding.check:<11} ", finding.text, tone)
+    text = finding.text
+    if finding.outcome == "failed" and finding.evidence.get("accounts") is False:
+        text += "; it does not account for the difference of the two sides, so it does not decide"
+    yield from _wrapped(f"  {MARKS[finding.outcome]} {finding.check:<11} ", text, tone)
     indent = " " * 19
     for cause in finding.causes:
         yield from _wrapped(f"{indent}{cause.name}: ", cause.detail or meaning(cause).text)
@@ -133,6 +136,9 @@ def _attributed(found: Attributed) -> Iterator[Line]:
     for side, form, share in zip(names, (found.variant_a, found.variant_b), (found.share_a, found.share_b)):
         known = f"{form}  reproduces {share:.1%}" if form else "not reproduced by any known form"
         yield from _wrapped(f"    {side}: ", known, "" if form else "open")
+    if found.variant_a and found.variant_b and not same and found.cause.field == UNATTRIBUTED:
+        words = "a library's whole call says nothing of its inside, or several fields explain the bits"
+        yield from _wrapped("    no field is named: ", words, "soft")
     for form in found.alternatives[:ALTERNATIVES]:
         yield from _wrapped("    as well: ", form, "soft")
     if len(found.alternatives) > ALTERNATIVES:

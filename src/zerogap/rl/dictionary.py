@@ -401,6 +401,11 @@ EVALUATION = (
     ),
     Metric("eval/mean@{n}", "mean reward over n completions per prompt", _same("", "", "", "eval/{env}/avg@{k}")),
     Metric(
+        "eval/maj@{n}",
+        "chance that the answer most of a prompt's n completions give is correct; ties count alike",
+        _same("", "val-core/{set}/{reward}/maj@{n}/mean: bootstrapped"),
+    ),
+    Metric(
         "eval/pass@{k}",
         "unbiased estimate that one of k completions is correct",
         _same("", "", "", "eval/{env}/pass@{k}"),

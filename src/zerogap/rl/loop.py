@@ -27,8 +27,8 @@ from zerogap.rl import setup
 from zerogap.rl.advantage import Advantages, build_batch, step_advantages
 from zerogap.rl.correction import correct
 from zerogap.rl.describe import run_facts
-from zerogap.rl.evaluate import summarise
 from zerogap.rl.filters import GroupFilter, Round, StepGroups, fill_slots
+from zerogap.rl.held_out import evaluate
 from zerogap.rl.loss import PolicyLoss
 from zerogap.rl.metrics import (
     ONE_SIDED,
@@ -268,8 +268,11 @@ class Run:
 
     def _score(self, step: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardScores:
         with self._phase(step, "reward"):
-            rows = [prompt.row for prompt in prompts]
-            return score_samples(self.rewards, self.folder, self.observer, step, rows, samples)
+            return self._scores(step, prompts, samples)
+
+    def _scores(self, step: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardScores:
+        rows = [prompt.row for prompt in prompts]
+        return score_samples(self.rewards, self.folder, self.observer, step, rows, samples)
 
     def _other_logprobs(self, samples: Sequence[Sample]) -> tuple[Sequence[np.ndarray] | None, ...]:
         """Log-probs besides the rollout's, where they are needed: the trainer's own before the update, and the
@@ -389,26 +392,21 @@ class Run:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        """Held-out accuracy at the current weights."""
+        """Held-out figures and completions at the current weights."""
         config, step = self.config, self.step
-        began = time.perf_counter()
         self.observer.phase(step, "evaluate")
         first = config.rollout.prompts_per_step  # slots of their own: no draw of a training step is repeated
-        samples = self.engine.generate(
-            [prompt.ids for prompt in self.held_out],
-            setup.evaluation_params(config),
-            [SamplingKey(config.seed, step, first + i) for i in range(len(self.held_out))],
-            num_samples=config.eval.num_samples,
-            progress=lambda progress: self._watch(step, progress),
+        held_out = evaluate(
+            self.engine,
+            config,
+            self.held_out,
+            lambda prompts, samples: self._scores(step, prompts, samples),
+            step,
+            first,
+            lambda progress: self._watch(step, progress),
         )
-        count = config.eval.num_samples
-        rows = [prompt.row for prompt in self.held_out for _ in range(count)]
-        scores = score_samples(self.rewards, self.folder, self.observer, step, rows, samples).totals
-        by_prompt = [scores[i : i + count] for i in range(0, len(scores), count)]
-        record: dict[str, Any] = {"step": step, **summarise(by_prompt, config.eval.pass_k)}
-        lengths = completion_metrics(samples)
-        record |= {f"eval/{name}": value for name, value in flatten(lengths).items()}
-        record |= {"eval/time": time.perf_counter() - began, ONE_SIDED: float(self.trainer.one_sided)}
+        record = {"step": step, **held_out.figures, ONE_SIDED: float(self.trainer.one_sided)}
+        self.folder.write_evaluation(step, held_out.table)
         self.folder.append("eval", record)
         if self._events is not None:
             self._events.add(step, record)

@@ -5,6 +5,7 @@
     completions.jsonl    some completions per step   errors.jsonl       what ended a step, if anything did
     rollouts/            all samples of every step   weights/           published weights of the audited steps
     checkpoints/         to resume from              model/             the trained model, a Hugging Face folder
+    evaluations/         every completion of each held-out evaluation, a line each
     report.html          curves and completions      tensorboard/       event files, if wanted
 
 Lines are appended and flushed at once; every other file is written beside its place and renamed. A run that resumes
@@ -15,7 +16,7 @@ import json
 import math
 import numbers
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ OUTPUT = "rewards.log"  # what reward functions printed
 LINES = ("metrics", "eval", "completions", "errors")
 PARTS = (
     *(*(f"{n}.jsonl" for n in LINES), OUTPUT),
-    *("rollouts", "weights", "checkpoints", "model", "report.html", "tensorboard"),
+    *("rollouts", "weights", "checkpoints", "evaluations", "model", "report.html", "tensorboard"),
 )
 CONFIG = "config.yaml"  # what makes a folder one of a run: written first, removed last
 FACTS = "zerogap.json"  # as `weights.save_folder` names it
@@ -48,6 +49,7 @@ class RunFolder:
         self.weights = self.path / "weights"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.evaluations = self.path / "evaluations"
         self.report = self.path / "report.html"
         self.tensorboard = self.path / "tensorboard"
         self.config_file = self.path / CONFIG
@@ -90,6 +92,9 @@ class RunFolder:
             if logged > step:
                 rollout_path(self.rollouts, logged).unlink()
                 rollout_path(self.rollouts, logged).with_suffix(".safetensors").unlink(missing_ok=True)
+        for path in self.evaluations.glob("step-*.jsonl"):
+            if int(path.stem.rpartition("-")[2]) > step:
+                path.unlink()
         for path in list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else ():
             if int(path.name.rpartition("-")[2]) > step:
                 shutil.rmtree(path)
@@ -125,6 +130,10 @@ class RunFolder:
         if text.strip():
             with (self.path / OUTPUT).open("a", encoding="utf-8") as file:
                 file.write(f"=== step {step}\n{text.rstrip()}\n")
+
+    def write_evaluation(self, step: int, table: Iterable[Mapping[str, Any]]) -> None:
+        """Write `evaluations/step-N.jsonl`, a line per completion, whole or not at all."""
+        write_table(self.evaluations / f"step-{step}.jsonl", ({"step": step, **row} for row in table))
 
     # ---- weights of audited steps
 
@@ -170,6 +179,14 @@ def weight_facts(decoder: Decoder, rollout: Numerics) -> dict[str, Any]:
         "digests": decoder.digests(),
         "kv_scales": None if decoder.kv_scales is None else decoder.kv_scales.to_list(),
     }
+
+
+def write_table(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSONL file whole or not at all; its folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(map(_line, records)), encoding="utf-8")
+    partial.replace(path)
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -73,6 +73,27 @@ def test_held_out_rows_are_scored_before_between_and_after(finished):
     assert lines(finished, "eval")[0]["eval/num_prompts"] == 1.0
 
 
+def test_every_held_out_completion_is_in_the_table_of_its_evaluation(base):
+    words = ("eval.every=2", "eval.num_samples=3", "eval.temperature=1.0", "eval.pass_k=[1,3]")
+    run = train(recipe(base, *words, name="tables"))
+    figures = lines(run, "eval")
+    assert sorted(path.name for path in run.folder.evaluations.iterdir()) == [f"step-{s}.jsonl" for s in (0, 2, 3)]
+    for record in figures:
+        table = [json.loads(line) for line in (run.folder.evaluations / f"step-{record['step']}.jsonl").open()]
+        assert [(row["step"], row["prompt_number"], row["sample"]) for row in table] == [
+            (record["step"], 0, sample) for sample in range(3)
+        ]
+        assert record["eval/mean@3"] == pytest.approx(sum(row["reward"] for row in table) / 3, abs=1e-15)
+        assert record["eval/accuracy"] == sum(row["correct"] for row in table) / 3
+        assert record["eval/completions/mean_length"] == sum(row["length"] for row in table) / 3
+        assert record["eval/completions/clipped_ratio"] == sum(r["finish_reason"] == "length" for r in table) / 3
+        assert {"eval/maj@3", "eval/pass@1", "eval/pass@3"} <= set(record)
+        assert len({row["completion"] for row in table}) > 1, "one seed, and completions that differ"
+        assert table[0]["answer"] == "six"
+    run.folder.begin(run.config, 2)
+    assert sorted(path.name for path in run.folder.evaluations.iterdir()) == ["step-0.jsonl", "step-2.jsonl"]
+
+
 def test_the_run_folder_holds_recipe_model_report_and_events(finished):
     folder = finished.folder
     assert folder.config() == finished.config

@@ -1,6 +1,7 @@
 """What a held-out evaluation reports, from scores and texts alone; `rl/held_out.py` generates the completions."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
@@ -9,6 +10,7 @@ from zerogap.errors import ConfigError
 from zerogap.rl.reward_builtin import last_number
 
 BOXED = "\\boxed{"
+PLAIN_NUMBER = re.compile(r"[-\N{MINUS SIGN}$]*[0-9][0-9,.]*")
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -27,11 +29,16 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def vote_of(text: str) -> Hashable:
-    """The answer that a completion votes for: what its last `\\boxed{...}` holds, else its text; of that the last
-    number, exactly (`3.50` and `3.5` are one answer), else the words, lower case and single-spaced. None: no text."""
+    """The answer that a completion votes for; None where it says nothing.
+
+    What the last `\\boxed{...}` holds, where there is one: as a number if it is nothing but one, else as it is written,
+    without spaces. Else the last number of the text, exactly (`3.50` and `3.5` are one answer, as for `number_match`),
+    else its words, lower case and single-spaced.
+    """
     start = text.rfind(BOXED)
     if start >= 0:
-        text = _closed(text[start + len(BOXED) :])
+        held = "".join(_closed(text[start + len(BOXED) :]).split())
+        return last_number(held) if PLAIN_NUMBER.fullmatch(held) else held or None
     number = last_number(text)
     return number if number is not None else " ".join(text.lower().split()) or None
 

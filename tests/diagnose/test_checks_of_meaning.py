@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.diagnose.sides import STATED, Told, facts, noisy, numbers, recorded, sequences, trace
+from tests.diagnose.sides import LENGTHS, STATED, Told, facts, noisy, numbers, recorded, sequences, trace
 from zerogap.diagnose.adapters.logprobs import defined_logprobs
 from zerogap.diagnose.checks import cache, definition, ids, weights
 from zerogap.diagnose.side import RecordedSide, Side
@@ -254,6 +254,19 @@ def test_live_weights_are_compared_by_value():
     a, b = Told(known, lambda ask: None, WEIGHTS), Told(other, lambda ask: None, stale)
     found = run(weights, a, b)
     assert names(found) == ["weights/stale"] and found.evidence["accounts"] is True
+
+
+@pytest.mark.parametrize(("noise", "moved", "accounts"), [(0.0, 0.0, False), (0.0, 0.1, True), (0.1, 0.1, True)])
+def test_a_tensor_is_excused_only_where_its_operator_is_seen_not_to_act(noise, moved, accounts):
+    """What it reads is the same or noisy, what it gives the same or moved; noise throughout excuses nothing."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(LENGTHS), 8, generator=generator)
+    weight = torch.randn(8, 8, generator=generator)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    one = recorded(boundaries={"0.attention": rows, "0.o_proj": rows}, weights={name: sketch(weight)})
+    parts = {"0.attention": rows + noise, "0.o_proj": rows + moved}
+    other = recorded(noisy(numbers(), 0.1), boundaries=parts, weights={name: sketch(weight + 0.01)})
+    assert run(weights, one, other).evidence["accounts"] is accounts
 
 
 def test_no_weights_are_not_checked():

@@ -82,6 +82,9 @@ def test_turns() -> None:
     angle = (positions + beyond)[:, None] * wave
     turned = shown.phasors(before, before * torch.polar(torch.ones_like(angle), angle)[:, None])
     assert torch.equal(shown.offsets(turned, positions, wave, 1000), beyond)
+    hidden = turned.clone()
+    hidden[7] = 0.0
+    assert shown.offsets(hidden, positions, wave, 1000)[7] == beyond[6], "a row that was not recorded"
     angle = positions[:, None] * wave
     turned = shown.phasors(before, before * torch.polar(torch.ones_like(angle), angle)[:, None])
     seen = shown.waves(turned, positions)

@@ -1,8 +1,9 @@
 """Check 3: both sides compute with the same weights and buffers, tensor by tensor.
 
 Live sides are compared by value, recorded ones by their sketches; how a tensor differs is what `sketch` says. A tensor
-accounts for the logdiff unless boundaries show that its operator's rows move no further apart than what it reads (rows
-of an embedding that no token looks up, say): then it is a further cause.
+accounts for the logdiff unless boundaries show that it does not act: its operator gives the same rows wherever it reads
+the same ones, and moves no others further apart (rows of an embedding that no token looks up, say). Then it is a
+further cause.
 """
 
 from collections import Counter
@@ -229,6 +230,9 @@ def _acts(node: Node, found: Walk) -> bool:
         before = torch.maximum(before, found.distance[name].nan_to_num(0.0))
     if not known.any() or not (out[known] > 0).any():
         return False
-    if (out[known & (before == 0.0)] > 0).any():  # few rows may show it: those that a cast bias sends elsewhere, say
+    alike = known & (before == 0.0)
+    if not alike.any():  # nothing shows that it does not act, and numerics are not blamed before that
+        return True
+    if (out[alike] > 0).any():  # few rows may show it: those that a cast bias sends elsewhere, say
         return True
     return bool(out[known].quantile(0.9) > GROWTH * before[known].quantile(0.9))

@@ -212,7 +212,8 @@ def phasors(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def offsets(turned: torch.Tensor, positions: torch.Tensor, wave: torch.Tensor, reach: int) -> torch.Tensor:
-    """int64 [R]: the whole number of steps, at most `reach` either way, that rows stand beyond their positions.
+    """int64 [R]: the whole number of steps, at most `reach` either way, that rows stand beyond their positions; a row
+    that was not recorded stands as the one before it.
 
     turned complex [R, pairs]; positions [R]; wave [pairs] angles of one step.
     """
@@ -220,7 +221,10 @@ def offsets(turned: torch.Tensor, positions: torch.Tensor, wave: torch.Tensor, r
     against = torch.polar(torch.ones(len(steps), len(wave), dtype=torch.float64), -steps[:, None] * wave)
     here = torch.polar(torch.ones(len(positions), len(wave), dtype=torch.float64), -positions[:, None].double() * wave)
     rows = (turned * here).split(64)
-    return torch.cat([(part @ against.T).real.argmax(1) for part in rows]) - reach
+    found = torch.cat([(part @ against.T).real.argmax(1) for part in rows]) - reach
+    for row in (~(turned.abs() > 0).any(1)).nonzero()[:, 0].tolist():
+        found[row] = found[row - 1] if row else 0
+    return found
 
 
 def waves(turned: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

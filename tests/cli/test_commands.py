@@ -20,7 +20,7 @@ from zerogap.errors import ConfigError, ParityError
 from zerogap.verify.ladder import LADDER
 from zerogap.weights.random_model import write_random_model
 
-COMMANDS = ("demo", "train", "audit", "verify", "diagnose", "inspect", "generate", "export")
+COMMANDS = ("demo", "train", "audit", "verify", "diagnose", "inspect", "generate", "eval", "export")
 
 
 def test_help_names_every_command_and_imports_no_torch():

@@ -8,6 +8,7 @@ from rich.console import Console
 from zerogap.cli.audit import audit
 from zerogap.cli.demo import demo
 from zerogap.cli.diagnose import diagnose
+from zerogap.cli.eval import evaluate
 from zerogap.cli.export import export
 from zerogap.cli.generate import generate
 from zerogap.cli.inspect import inspect
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for _command in (demo, train, audit, verify, diagnose, inspect, generate, export):
     app.command()(_command)
+app.command("eval")(evaluate)
 
 
 def main() -> None:

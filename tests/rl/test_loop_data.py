@@ -103,6 +103,22 @@ def test_a_mixture_resumes_bit_by_bit(base):
     assert without_times(lines(again, "metrics")) == without_times(lines(whole, "metrics")[2:])
 
 
+def test_a_data_set_that_changed_is_not_resumed_on(base):
+    rows = [{"prompt": f"say {i}", "answer": f"{i}"} for i in range(4)]
+    path = base / "changes.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (f"data.train={path}", "data.eval=null", "checkpoint.every=1")
+    train(recipe(base, *settings, "optimizer.max_steps=1", name="changes"))
+    before = path.read_text()
+    for changed in (before.replace('"3"', '"4"'), before.replace("say 3", "say 5"), before.rpartition("{")[0]):
+        assert changed != before
+        path.write_text(changed)
+        with pytest.raises(ConfigError, match=r"data\.train = .* the rows are others than when .*checkpoint-1 was made"):
+            Run(recipe(base, *settings, name="changes"), "auto")
+    path.write_text(before)
+    assert Run(recipe(base, *settings, name="changes"), "auto").step == 1
+
+
 @pytest.mark.parametrize(("extra", "left_out"), [(0, 0), (-1, 1)])
 def test_a_prompt_too_long_by_one_token_is_left_out_and_counted(base, extra, left_out):
     rows = [{"prompt": "short", "answer": "1"}, {"prompt": "just as long", "answer": "2"}]

@@ -39,7 +39,7 @@ from zerogap.rl.metrics import (
 )
 from zerogap.rl.observer import Observer
 from zerogap.rl.report import read_lines, write_report
-from zerogap.rl.resume import require_same_run, starting_point
+from zerogap.rl.resume import require_same_prompts, require_same_run, starting_point
 from zerogap.rl.reward import RewardScores
 from zerogap.rl.reward_values import RewardError
 from zerogap.rl.rollout_log import LoggedRollout, logged_steps, read_rollout, write_rollout
@@ -128,6 +128,7 @@ class Run:
         if not isinstance(extra.get("config"), dict) or not isinstance(extra.get("num_tokens"), int):
             raise CheckpointError(f"{checkpoint}: state.json does not say of which run it is (extra.config)")
         require_same_run(self.config, extra["config"], checkpoint)
+        require_same_prompts(setup.prompts_digest(self.prompts), extra.get("prompts"), checkpoint)
         self.step, self.num_tokens = facts["step"], extra["num_tokens"]
         self.position = extra.get("position", self.step * self.config.rollout.prompts_per_step)
 
@@ -472,7 +473,7 @@ class Run:
     def _save_checkpoint(self) -> None:
         self.observer.phase(self.step, "checkpoint")
         extra = {"config": self.config.model_dump(mode="json"), "num_tokens": self.num_tokens}
-        extra["position"] = self.position
+        extra |= {"position": self.position, "prompts": setup.prompts_digest(self.prompts)}
         extra |= side_facts(self.decoder.numerics, self.sampled.numerics)
         keep = self.config.checkpoint.keep
         save_checkpoint(self.folder.checkpoints, self.step, self.trainer, extra, keep)

@@ -60,6 +60,18 @@ def require_same_run(config: RunConfig, before: Mapping[str, Any], checkpoint: P
         raise ConfigError(key, now.get(key), mend)
 
 
+def require_same_prompts(digest: str, before: str | None, checkpoint: Path) -> None:
+    """Raise `ConfigError` if prompts or answers are others than at the checkpoint, though their paths are the same.
+
+    Args:
+        digest: of the prompts now (`setup.prompts_digest`).
+        before: of those at the checkpoint; None: it does not say.
+    """
+    if before is not None and digest != before:
+        mend = f"the rows are others than when {checkpoint} was made: bring those back, or begin another run"
+        raise ConfigError("data.train", f"prompts {digest[:16]}", mend)
+
+
 def _fingerprints(tree: Mapping[str, Any]) -> tuple[str, str]:
     """Of the contracts of training and rollout that a recipe's tree asks for."""
     trained = tree.get("numerics", "bf16")

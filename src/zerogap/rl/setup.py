@@ -5,6 +5,7 @@ model's header before its weights.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def tokenize(
     ids = {id(row): tokenizer.encode_chat(row.prompt) for row in rows}
     kept, _ = keep_short(rows, lambda row: len(ids[id(row)]), limit)
     return [Prompt(row, ids[id(row)]) for row in kept], length_notes([len(i) for i in ids.values()], limit, what)
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over the ids and the answer of every prompt, in order: what a position of the run's order stands for."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{len(prompt.ids)} {prompt.row.columns.get('answer')!r}\n".encode())
+        digest.update(prompt.ids.tobytes())
+    return digest.hexdigest()
 
 
 def open_source(config: RunConfig) -> tuple[ModelFiles, str | None]:

@@ -113,7 +113,7 @@ def test_a_data_set_that_changed_is_not_resumed_on(base):
     for changed in (before.replace('"3"', '"4"'), before.replace("say 3", "say 5"), before.rpartition("{")[0]):
         assert changed != before
         path.write_text(changed)
-        with pytest.raises(ConfigError, match=r"data\.train = .* the rows are others than when .*checkpoint-1 was made"):
+        with pytest.raises(ConfigError, match=r"data\.train = .* the rows are others than when .*checkpoint-1 was"):
             Run(recipe(base, *settings, name="changes"), "auto")
     path.write_text(before)
     assert Run(recipe(base, *settings, name="changes"), "auto").step == 1

@@ -76,8 +76,8 @@ def lines(run: Run, name: str) -> list[dict]:
 
 
 def without_times(records: Sequence[dict]) -> list[dict]:
-    """Records without what a clock decides."""
+    """Records without what a clock decides, or how much memory the process has."""
     return [
-        {k: v for k, v in r.items() if not ("time" in k or k == "tokens_per_second" or k == "eval/time")}
+        {k: v for k, v in r.items() if not ("time" in k or k == "tokens_per_second" or k.startswith("memory/"))}
         for r in records
     ]

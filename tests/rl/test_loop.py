@@ -113,6 +113,21 @@ def test_completions_come_from_different_prompts_first(finished):
     assert {"completion", "answer", "reward", "finish_reason", "length"} <= set(shown[0])
 
 
+def test_tokens_and_log_probs_of_shown_completions_are_those_of_the_rollout(finished):
+    rollout = read_rollout(finished.folder.rollouts, 1)
+    of_rollout = {s.logprobs.tobytes(): s for s in rollout.samples}
+    for record in [r for r in lines(finished, "completions") if r["step"] == 1]:
+        logprobs = np.array(record["logprobs"], np.float32)
+        sample = of_rollout[logprobs.tobytes()]  # every bit came through the file
+        assert record["length"] == len(sample.completion_ids) == len(record["tokens"])
+        assert "".join(record["tokens"]) == finished.tokenizer.decode(sample.completion_ids)
+
+
+def test_a_step_says_how_much_memory_the_process_holds(finished):
+    for record in lines(finished, "metrics"):
+        assert 0.05 < record["memory/resident"] <= record["memory/peak"] < 64
+
+
 def test_a_logged_rollout_reads_back_bit_by_bit(finished, tmp_path):
     assert logged_steps(finished.folder.rollouts) == [1, 2, 3]
     logged = read_rollout(finished.folder.rollouts, 2)

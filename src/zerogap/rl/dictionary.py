@@ -390,6 +390,12 @@ PROGRESS = (
     ),
     Metric("time/recalibrate", "seconds spent on new KV scales; part of another phase"),
     Metric("time/{phase}", "seconds of another phase: reward, reference, save, ..."),
+    Metric(
+        "memory/resident",
+        "GiB that this process holds after the step (Linux); reward functions in processes of their own not counted",
+        _same("", "perf/cpu_memory_used_gb: of the machine"),
+    ),
+    Metric("memory/peak", "the most it has held so far, GiB"),
     Metric("kv_bytes_per_token", "bytes that one token takes in the KV cache, all layers, scales included"),
 )
 

@@ -22,8 +22,9 @@ import numpy as np
 from zerogap.config import RunConfig
 from zerogap.errors import CheckpointError, ZerogapError
 from zerogap.moments import Moments, pool
-from zerogap.rl import setup
+from zerogap.rl import completions, setup
 from zerogap.rl.advantage import Advantages, build_batch, step_advantages
+from zerogap.rl.alarms import Alarms
 from zerogap.rl.correction import correct
 from zerogap.rl.describe import run_facts
 from zerogap.rl.filters import GroupFilter, Round, StepGroups, fill_slots
@@ -38,6 +39,7 @@ from zerogap.rl.metrics import (
     speculation_metrics,
 )
 from zerogap.rl.observer import Observer
+from zerogap.rl.process_memory import process_memory
 from zerogap.rl.report import read_lines, write_report
 from zerogap.rl.resume import require_same_prompts, require_same_run, starting_point
 from zerogap.rl.reward import RewardScores
@@ -113,6 +115,7 @@ class Run:
             self._remember_rollouts()
         self.stop_asked = False
         self.mismatched_tokens = self.compared_tokens = 0
+        self._alarms = Alarms()
         self._seconds: dict[str, float] = {}
         self._report_at = 0.0
         self._events: EventWriter | None = None
@@ -212,7 +215,9 @@ class Run:
         if self.config.rollout.speculation.draft_tokens:
             metrics |= speculation_metrics(before, self.engine.statistics)
         self._log_step(step, groups.drawn_tokens, metrics, time.perf_counter() - began)
-        self._log_completions(step, prompts, samples, scores)
+        shown = completions.chosen(len(samples), self.config.rollout.num_generations, self.config.logging.completions)
+        for record in completions.records(step, prompts, samples, scores, shown, self.tokenizer):
+            self.folder.append("completions", record)
 
     def _after_step(self) -> None:
         """What is due between steps: evaluation, checkpoint, report."""
@@ -443,32 +448,15 @@ class Run:
             **{f"time/{name}": value for name, value in self._seconds.items()},
             "version": self.decoder.version,
             "kv_bytes_per_token": self.sampled.codec().bytes_per_token() * len(self.sampled.blocks),
+            **process_memory(),
             ONE_SIDED: float(self.trainer.one_sided),
         }
         self.folder.append("metrics", record)
         if self._events is not None:
             self._events.add(step, record)
         self.observer.step_done(record)
-
-    def _log_completions(
-        self, step: int, prompts: Sequence[Prompt], samples: Sequence[Sample], scores: RewardScores
-    ) -> None:
-        """Some completions, from as many different prompts as there are."""
-        size = self.config.rollout.num_generations
-        spread = sorted(range(len(samples)), key=lambda i: (i % size, i))
-        for i in sorted(spread[: self.config.logging.completions]):
-            row, sample = prompts[i].row, samples[i]
-            record = {
-                "step": step,
-                "prompt": list(row.prompt),
-                "completion": sample.text,
-                "answer": row.columns.get("answer"),
-                "reward": scores.totals[i],
-                "finish_reason": sample.finish_reason,
-                "length": len(sample.completion_ids),
-            }
-            extra = {name: values[i] for name, values in scores.extra.items() if len(values) == len(samples)}
-            self.folder.append("completions", record | {k: v for k, v in extra.items() if k not in record})
+        for warning in self._alarms.of_step(record):
+            self.observer.note(warning)
 
     def _save_checkpoint(self) -> None:
         self.observer.phase(self.step, "checkpoint")

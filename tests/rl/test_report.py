@@ -71,7 +71,8 @@ def test_curves_are_the_logged_numbers(run_dir):
     assert data["title"] == "multiplication"
     assert data["facts"] == [["model", "tiny"], ["numerics", "bf16"]]
     routed = [panel.title for panel in report.PANELS if panel.keys[0].startswith("moe/")]
-    assert routed and list(charts(data)) == [p.title for p in report.PANELS if p.title not in routed]
+    not_logged = {*routed, "Groups of equal rewards", "Memory"}
+    assert routed and list(charts(data)) == [p.title for p in report.PANELS if p.title not in not_logged]
     assert charts(data)["Reward"]["lines"][0]["points"] == [[s, metric(s)["reward"]] for s in range(1, 25)]
     assert charts(data)["Reward"]["band"][3] == [4, metric(4)["reward_std"]]
     assert charts(data)["Held-out accuracy"]["lines"][0]["points"] == [[0, 0.25], [24, 0.875]]
@@ -169,3 +170,39 @@ def test_only_metrics_are_needed(tmp_path):
     data = embedded(report.write_report(tmp_path))
     assert list(charts(data)) == ["Reward"]
     assert data["completions"] == []
+
+
+def test_seconds_of_phases_are_summed_and_the_rest_is_named(run_dir):
+    times = {"time/rollout": 6.0, "time/train": 3.0, "time/recalibrate": 1.0}
+    write_lines(run_dir / "metrics.jsonl", [metric(1, step_time=10.0, **times), metric(2, step_time=10.0, **times)])
+    phases = embedded(report.write_report(run_dir))["phases"]
+    assert phases == [["rollout", 12.0, 0.6], ["train", 6.0, 0.3], ["rest", 2.0, 0.1]]
+    write_lines(run_dir / "metrics.jsonl", [metric(1)])
+    assert embedded(report.write_report(run_dir))["phases"] == []
+
+
+def test_every_figure_of_every_evaluation_is_in_the_table(run_dir):
+    first, last = {"step": 0, "eval/accuracy": 0.25}, {"step": 9, "eval/accuracy": 0.5, "eval/maj@4": 0.75}
+    write_lines(run_dir / "eval.jsonl", [first, last])
+    table = embedded(report.write_report(run_dir))["evaluations"]
+    assert table == {"columns": ["accuracy", "maj@4"], "rows": [[0, 0.25, None], [9, 0.5, 0.75]]}
+    (run_dir / "eval.jsonl").unlink()
+    assert embedded(report.write_report(run_dir))["evaluations"] == {"columns": [], "rows": []}
+
+
+def with_tokens(step, texts, logprobs):
+    return completion(step, 2, 1.0, "".join(texts)) | {"tokens": texts, "logprobs": logprobs, "length": len(texts)}
+
+
+def test_tokens_keep_their_log_probs(run_dir):
+    lines = [with_tokens(1, ["<b>", " x"], [-0.25, None]), with_tokens(2, ["a"], [-1.0, -2.0]), completion(3, 1, 0.0)]
+    write_lines(run_dir / "completions.jsonl", lines)
+    shown = embedded(report.write_report(run_dir))["completions"]
+    assert [c["tokens"] for c in shown] == [[["<b>", -0.25], [" x", None]], [], []]
+
+
+def test_a_long_run_keeps_the_log_probs_of_its_last_steps(run_dir, monkeypatch):
+    monkeypatch.setattr(report, "MOST_TOKENS", 5)
+    write_lines(run_dir / "completions.jsonl", [with_tokens(s, ["a", "b"], [-1.0, -2.0]) for s in range(1, 6)])
+    shown = embedded(report.write_report(run_dir))["completions"]
+    assert [(c["step"], len(c["tokens"])) for c in shown] == [(1, 0), (2, 0), (3, 0), (4, 2), (5, 2)]

@@ -6,9 +6,10 @@ folder that was copied from another machine:
 - `metrics.jsonl`: one JSON object per step with the key `step`; a step that was repeated after a resume counts once,
   as it was logged last;
 - `eval.jsonl` (optional): {step, "eval/accuracy", ...};
-- `completions.jsonl` (optional): {step, prompt, completion, answer, reward, finish_reason, length}.
+- `completions.jsonl` (optional): {step, prompt, completion, answer, reward, finish_reason, length, tokens, logprobs}.
 
-Numbers are shown as they were logged; the only arithmetic here is sums of counts for the head of the page.
+Numbers are shown as they were logged; the only arithmetic here is sums: of counts for the head of the page, of seconds
+per phase for the table of phases.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from zerogap.text.html_page import write_page
 
 TEMPLATE = Path(__file__).parent / "report_template.html"
 MOST_COMPLETIONS = 4000
+MOST_TOKENS = 200_000  # with text and log-prob; further completions are shown without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Panel:
 PANELS = (
     Panel("Reward", ("reward",), "mean over the step's completions; band: one standard deviation", band="reward_std"),
     Panel("Held-out accuracy", ("eval/accuracy",), "prompts that are never trained on", percent=True),
+    Panel("Groups of equal rewards", ("frac_reward_zero_std",), "share of prompts that teach nothing", percent=True),
     Panel(
         "Mismatched tokens",
         ("bit_wise/mismatched_tokens",),
@@ -59,6 +62,7 @@ PANELS = (
     Panel("Entropy", ("entropy",), "mean over completion tokens", unit="nats"),
     Panel("Throughput", ("tokens_per_second",), "completion tokens drawn, by the time of the rollout", unit="tokens/s"),
     Panel("Step time", ("step_time",), "rollout, reward, training and update", unit="s"),
+    Panel("Memory", ("memory/resident",), "held by the process after the step", unit="GiB"),
 )
 
 
@@ -157,6 +161,26 @@ def _headline(metrics: Sequence[dict], evals: Sequence[dict]) -> list[dict]:
     return cards
 
 
+def _phases(records: Sequence[dict]) -> list[list]:
+    """[[phase, seconds over all steps, share of the steps' time], ...], longest first; `time/recalibrate` is part of
+    another phase and left out. What no phase covers is the last row."""
+    whole = _total(records, "step_time")
+    names = {key for record in records for key in record if key.startswith("time/")} - {"time/recalibrate"}
+    if not whole or not names:
+        return []
+    rows = [[name.removeprefix("time/"), float(_total(records, name) or 0.0)] for name in names]
+    rows = sorted(rows, key=lambda row: (-row[1], row[0]))
+    rows.append(["rest", max(0.0, whole - math.fsum(row[1] for row in rows))])
+    return [[name, seconds, seconds / whole] for name, seconds in rows]
+
+
+def _evaluations(records: Sequence[dict]) -> dict[str, list]:
+    """Every figure of every held-out evaluation: `columns` (names without `eval/`) and `rows` [step, value, ...]."""
+    columns = list(dict.fromkeys(key for record in records for key in record if key.startswith("eval/")))
+    rows = [[record["step"], *(_number(record.get(key)) for key in columns)] for record in records]
+    return {"columns": [key.removeprefix("eval/") for key in columns], "rows": rows if columns else []}
+
+
 def _as_text(prompt: object) -> str:
     """A prompt as text: a list of chat messages becomes one `role: content` paragraph each."""
     if isinstance(prompt, list):
@@ -176,7 +200,24 @@ def _completion(record: dict) -> dict:
         "reward": reward,
         "finish": str(record.get("finish_reason", "")),
         "length": _number(record.get("length")),
+        "tokens": _tokens(record.get("tokens"), record.get("logprobs")),
     }
+
+
+def _tokens(texts: object, logprobs: object) -> list[list]:
+    """[[text, log-prob], ...] of a completion; empty where the file does not say them."""
+    if not isinstance(texts, list) or not isinstance(logprobs, list) or len(texts) != len(logprobs):
+        return []
+    return [[str(text), _number(value)] for text, value in zip(texts, logprobs, strict=True)]
+
+
+def _without_most_tokens(completions: Sequence[dict]) -> list[dict]:
+    """The completions, of which at most `MOST_TOKENS` tokens keep their log-probs: those of the last steps."""
+    left, light = MOST_TOKENS, []
+    for completion in reversed(completions):
+        left -= len(completion["tokens"])
+        light.append(completion if left >= 0 else completion | {"tokens": []})
+    return light[::-1]
 
 
 def _completions(records: Sequence[dict]) -> tuple[list[dict], int]:
@@ -223,7 +264,9 @@ def write_report(run_dir: str | Path, facts: Mapping[str, object] | None = None)
         "cards": _headline(metrics, evals),
         "charts": [chart for chart in charts if chart],
         "others": _other_charts(metrics),
-        "completions": completions,
+        "phases": _phases(metrics),
+        "evaluations": _evaluations(evals),
+        "completions": _without_most_tokens(completions),
         "left_out": left_out,
     }
     return write_page(TEMPLATE, data, folder / "report.html")

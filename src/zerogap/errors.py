@@ -33,6 +33,10 @@ class CheckpointError(ZerogapError):
     """A checkpoint or model file is missing, incomplete, corrupt, or does not fit the model."""
 
 
+class OutputError(ZerogapError):
+    """A file that a run or a command writes could not be written: a full disk, a folder that is gone or read-only."""
+
+
 class CapacityError(ZerogapError):
     """A memory budget cannot hold what was asked for."""
 

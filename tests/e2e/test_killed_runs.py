@@ -94,19 +94,23 @@ def test_killed_after_every_step_it_ends_with_the_same_bits(base, whole):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(base, whole):
-    more = ("checkpoint.every=0",)
-    path, folder = write_recipe(base, "asked", *more), base / "asked"
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(base, whole, number, code):
+    name = f"asked-{code}"
+    path, folder = write_recipe(base, name, "checkpoint.every=0"), base / name
     process = start(path)
     wait_for(process, folder, 1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 130, output
+    assert process.returncode == code, output
     assert "stopped after step" in output
     assert f"zerogap train {folder}/config.yaml" in output
     assert len(list(RunFolder(folder).checkpoints.glob("checkpoint-*"))) == 1
     done = len(lines(folder, "metrics"))
-    assert f"resumes with step {done + 1} of {STEPS}" in finish(start(folder / "config.yaml"))
+    output = finish(start(folder / "config.yaml"))
+    assert f"resumes with step {done + 1} of {STEPS}" in output
+    compared = sum(record["bit_wise/compared_tokens"] for record in lines(folder, "metrics"))
+    assert f"tokens  mismatched 0 of {compared:,} in {STEPS} steps" in output
     assert digests(folder) == digests(whole)
     assert without_times(lines(folder, "metrics")) == without_times(lines(whole, "metrics"))
 
@@ -118,6 +122,53 @@ def test_a_checkpoint_can_be_carried_to_another_folder(base, whole):
     assert "resumes with step 3 of 3" in output
     assert digests(folder) == digests(whole)
     assert without_times(lines(folder, "metrics")) == without_times(lines(whole, "metrics"))[2:]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(base):
+    path, folder = write_recipe(base, "hurried", "optimizer.max_steps=40", "checkpoint.every=2"), base / "hurried"
+    (base / "slow.py").write_text("import time\n\n\ndef slow(completions, **columns):\n    time.sleep(60)\n")
+    process = start(path, f"reward.functions=[{base}/slow.py:slow]", "eval.every=0", "data.eval=null")
+    end = time.monotonic() + SECONDS
+    while not (folder / "weights").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(1.5)  # past the rollout
+    began = time.monotonic()
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143, output
+    assert "ended at once" in output
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_loses_nothing_that_was_whole(base, whole):
+    """No file of the resumed process may become larger than a checkpoint's tensors are: the next save fails midway."""
+    path, folder = write_recipe(base, "full"), base / "full"
+    process = start(path)
+    wait_for(process, folder, 1)
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    checkpoints = RunFolder(folder).checkpoints
+    if not list(checkpoints.glob("checkpoint-*")):
+        pytest.skip("the kill came before the first checkpoint was whole")
+    before = {file: file.read_bytes() for file in sorted(checkpoints.glob("checkpoint-*/*"))}
+    size = max(len(content) for content in before.values())
+    command = [sys.executable, "-m", "zerogap", "train", str(path)]
+    limited = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2}, {size // 2})); "
+    limited += "sys.argv = ['zerogap', 'train', sys.argv[1]]; runpy.run_module('zerogap', run_name='__main__')"
+    command = [sys.executable, "-c", limited, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=SECONDS, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "OutputError" in done.stderr and "could not be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {file: file.read_bytes() for file in before} == before
+    assert not list(checkpoints.glob(".*"))
+    finish(start(path))
+    assert digests(folder) == digests(whole)
+    assert without_times(lines(folder, "metrics")) == without_times(lines(whole, "metrics"))
 
 
 def test_plain_lines_without_a_terminal(base, whole):

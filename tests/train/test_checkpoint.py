@@ -11,7 +11,8 @@ from tests.tiny import tiny_decoder
 from zerogap.errors import CheckpointError, ContractError
 from zerogap.models.inventory import inventory
 from zerogap.numerics import PRESETS
-from zerogap.train.checkpoint import load_checkpoint, save_checkpoint
+from zerogap.train import checkpoint as module
+from zerogap.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from zerogap.train.trainer import Trainer
 
 
@@ -129,3 +130,40 @@ def test_a_moment_of_another_shape_is_refused_and_not_spread(checkpoint, calibra
     with pytest.raises(CheckpointError, match="tensors differ from those of this run's optimizer"):
         load_checkpoint(file.parent, calibrated)
     assert not calibrated.optimizer.state()["first/model.embed_tokens.weight"].any()
+
+
+def test_the_newest_is_the_highest_step_and_older_ones_go(tmp_path):
+    """Step 10 is newer than step 9, although its name sorts before."""
+    trainer = Trainer(tiny_decoder())
+    for step in (8, 9, 10):
+        save_checkpoint(tmp_path, step, trainer, {})
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]
+
+
+@pytest.mark.parametrize("fails", ["save_file", "replace_folder"])
+def test_a_save_that_fails_leaves_the_checkpoints_that_were_there(tmp_path, monkeypatch, fails):
+    trainer = Trainer(tiny_decoder())
+    save_checkpoint(tmp_path, 9, trainer, {})
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, fails, full)
+    with pytest.raises(OSError, match="No space"):
+        save_checkpoint(tmp_path, 10, trainer, {})
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert load_checkpoint(list_checkpoints(tmp_path)[-1], trainer)["step"] == 9
+
+
+def test_what_a_killed_save_left_is_neither_listed_nor_kept(tmp_path):
+    trainer = Trainer(tiny_decoder())
+    save_checkpoint(tmp_path, 9, trainer, {})
+    shutil.copytree(tmp_path / "checkpoint-9", tmp_path / ".checkpoint-10.partial")
+    shutil.copytree(tmp_path / "checkpoint-9", tmp_path / ".checkpoint-7.old-1")
+    (tmp_path / "checkpoint-11").mkdir()  # no state.json
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-9"]
+    save_checkpoint(tmp_path, 10, trainer, {})
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert not list(tmp_path.glob(".*"))

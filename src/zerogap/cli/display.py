@@ -61,7 +61,9 @@ class RunDisplay(Observer):
         print_facts(self.console, facts)
         self.console.print()
         self._max_steps = max_steps
-        if first_step > 1:
+        if first_step > max_steps:
+            self.console.print(f"resumes after the last of {max_steps} steps: only the model is left to write")
+        elif first_step > 1:
             self.console.print(f"resumes with step {first_step} of {max_steps}")
         if not self.console.is_terminal:
             return

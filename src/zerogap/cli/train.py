@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zerogap.rl.loop import Run
     from zerogap.rl.smoke import SmokeResult
 
-STOPPED = 130  # exit code after Ctrl-C, as shells have it
+SIGNALLED = 128  # and the number of the signal: the exit code of a run that was stopped, as shells have it
 
 
 def train(
@@ -39,7 +39,8 @@ def train(
 ) -> None:
     """Train a model with reinforcement learning, comparing rollout and trainer bit by bit in every step.
 
-    Ctrl-C ends the run after the phase at hand and saves a checkpoint; a second Ctrl-C ends it at once.
+    Ctrl-C or SIGTERM ends the run after the phase at hand and saves a checkpoint; the exit code is 130 or 143. A second
+    one ends it at once.
     """
     from zerogap.config import load_config
 
@@ -99,18 +100,19 @@ def print_smoke(console: Console, result: SmokeResult) -> None:
 
 
 def train_or_stop(run: Run, console: Console) -> None:
-    """Do the run. After Ctrl-C or SIGTERM: a checkpoint, a message, exit code 130."""
+    """Do the run. After Ctrl-C or SIGTERM: a checkpoint, a message, exit code 130 or 143."""
+    received: list[int] = []
     try:
-        with _stop_signals(run, console):
+        with _stop_signals(run, console, received):
             finished = run.train()
     except KeyboardInterrupt:
         console.print("[yellow]ended at once[/]: the work since the last checkpoint is lost", highlight=False)
-        raise typer.Exit(STOPPED) from None
+        raise typer.Exit(SIGNALLED + (received or [signal.SIGINT])[-1]) from None
     if not finished:
         saved = f"checkpoint in {run.folder.checkpoints}" if run.step else "nothing was trained yet"
         console.print(f"stopped after step {run.step}: {saved}", highlight=False, soft_wrap=True)
         console.print(f"go on   zerogap train {run.folder.config_file}", highlight=False, soft_wrap=True)
-        raise typer.Exit(STOPPED)
+        raise typer.Exit(SIGNALLED + (received or [signal.SIGINT])[0])
 
 
 def print_summary(run: Run, console: Console) -> None:
@@ -118,7 +120,8 @@ def print_summary(run: Run, console: Console) -> None:
     from zerogap.cli.display import parity_text
 
     one_sided = run.trainer.one_sided
-    console.print(f"tokens  {parity_text(run.mismatched_tokens, run.compared_tokens, one_sided)}", highlight=False)
+    counted = parity_text(run.mismatched_tokens, run.compared_tokens, one_sided)
+    console.print(f"tokens  {counted} in {run.step} steps", highlight=False)
     console.print(f"report  {run.folder.report}", highlight=False, soft_wrap=True)
     if one_sided:
         return
@@ -126,10 +129,11 @@ def print_summary(run: Run, console: Console) -> None:
 
 
 @contextlib.contextmanager
-def _stop_signals(run: Run, console: Console) -> Iterator[None]:
-    """The first signal asks the run to stop, the second interrupts it."""
+def _stop_signals(run: Run, console: Console, received: list[int]) -> Iterator[None]:
+    """The first signal asks the run to stop, the second interrupts it. Their numbers are added to `received`."""
 
     def handle(number: int, frame: object) -> None:
+        received.append(number)
         if run.stop_asked:
             raise KeyboardInterrupt
         run.ask_to_stop()

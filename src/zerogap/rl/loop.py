@@ -57,6 +57,7 @@ from zerogap.train.trainer import BackwardResult
 from zerogap.types import Sample, SamplingKey, TrainBatch
 from zerogap.weights import save_folder
 
+COUNTS = ("mismatched_tokens", "compared_tokens")  # of a run, kept in its checkpoints
 REPORT_SECONDS = 20.0  # the report is rewritten at most this often, and at the end
 
 
@@ -73,7 +74,7 @@ class Run:
         sampled: the decoder that the engine samples from: `decoder`, or a copy under the rollout's own contract.
         data, rewards: rows and reward functions.
         step, position: steps done, and prompts taken for them.
-        mismatched_tokens, compared_tokens: sums over the steps that this object did.
+        mismatched_tokens, compared_tokens: sums over all steps of the run, those before a resume, too.
         stop_asked: set by `ask_to_stop`.
     """
 
@@ -103,7 +104,7 @@ class Run:
         self.decoder = setup.load_decoder(config, self.files)
         self.trainer = setup.build_trainer(config, self.decoder)
         self.reference = self._load_reference() if config.algorithm.beta else None
-        self.step = self.position = self.num_tokens = 0
+        self.step = self.position = self.num_tokens = self.mismatched_tokens = self.compared_tokens = 0
         self._continues_here = start is not None and start.resolve().parent == self.folder.checkpoints.resolve()
         if start is not None:
             self._resume(start)
@@ -114,7 +115,6 @@ class Run:
         if self._continues_here and config.rollout.speculation.draft_tokens:
             self._remember_rollouts()
         self.stop_asked = False
-        self.mismatched_tokens = self.compared_tokens = 0
         self._alarms = Alarms()
         self._seconds: dict[str, float] = {}
         self._report_at = 0.0
@@ -134,6 +134,7 @@ class Run:
         require_same_prompts(setup.prompts_digest(self.prompts), extra.get("prompts"), checkpoint)
         self.step, self.num_tokens = facts["step"], extra["num_tokens"]
         self.position = extra.get("position", self.step * self.config.rollout.prompts_per_step)
+        self.mismatched_tokens, self.compared_tokens = (extra.get(name, 0) for name in COUNTS)
 
     def _remember_rollouts(self) -> None:
         """Completions of the last two passes over the prompts, in which each came at least once, for speculation."""
@@ -158,7 +159,12 @@ class Run:
             ParityError: by policy, where log-probs differ; the step's update was not made.
             NonFiniteError, ConfigError: a step that cannot be honoured (a reward's result, a NaN); named in
                 errors.jsonl, too.
+            OutputError: a file could not be written; what was whole before still is.
         """
+        with self.folder.writing():
+            return self._train()
+
+    def _train(self) -> bool:
         config = self.config
         self.folder.begin(config, self.step if self._continues_here else 0)
         if config.logging.tensorboard:
@@ -181,8 +187,8 @@ class Run:
             raise
         finally:
             self.rewards.close()
-            self._write_report()
             self.observer.ended()
+            self._write_report()
             if self._events is not None:
                 self._events.close()
         if finished:
@@ -462,6 +468,7 @@ class Run:
         self.observer.phase(self.step, "checkpoint")
         extra = {"config": self.config.model_dump(mode="json"), "num_tokens": self.num_tokens}
         extra |= {"position": self.position, "prompts": setup.prompts_digest(self.prompts)}
+        extra |= {name: getattr(self, name) for name in COUNTS}
         extra |= side_facts(self.decoder.numerics, self.sampled.numerics)
         keep = self.config.checkpoint.keep
         save_checkpoint(self.folder.checkpoints, self.step, self.trainer, extra, keep)

@@ -26,7 +26,8 @@ def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | 
     """The checkpoint to resume from, or None to begin at step 1.
 
     Raises:
-        ConfigError: `auto` and the run in `output_dir` is finished.
+        ConfigError: the run in `output_dir` is finished, nothing is left to do after the named checkpoint, or its run
+            lies elsewhere and `output_dir` holds another.
         CheckpointError: the named checkpoint is not there.
     """
     if resume == "never":
@@ -35,6 +36,7 @@ def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | 
         path = Path(resume).expanduser()
         if not (path / "state.json").is_file():
             raise CheckpointError(f"{path}: not a checkpoint (no state.json); they lie in RUN/checkpoints")
+        _require_work(folder, config, path)
         return path
     found = list_checkpoints(folder.checkpoints) if folder.checkpoints.is_dir() else []
     step = int(found[-1].name.rpartition("-")[2]) if found else 0
@@ -43,6 +45,19 @@ def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | 
         mend = f"the run there is finished: {more}take another folder, or replace it with --resume never"
         raise ConfigError("output_dir", str(folder.path), mend)
     return found[-1] if found else None
+
+
+def _require_work(folder: RunFolder, config: RunConfig, checkpoint: Path) -> None:
+    """Raise `ConfigError` where a run from the named checkpoint would replace another run, or would do nothing."""
+    here = checkpoint.resolve().parent == folder.checkpoints.resolve()
+    if not here and (folder.model.is_dir() or list_checkpoints(folder.checkpoints)):
+        mend = f"it holds a run, and {checkpoint} is of another: take another folder, or go on with --resume auto"
+        raise ConfigError("output_dir", str(folder.path), mend)
+    number = checkpoint.resolve().name.rpartition("-")[2]
+    steps = config.optimizer.max_steps
+    if number.isdigit() and int(number) >= steps and (folder.model.is_dir() or not here):
+        mend = f"{checkpoint} has done {number} steps, so nothing is left to do: raise it"
+        raise ConfigError("optimizer.max_steps", steps, mend)
 
 
 def require_same_run(config: RunConfig, before: Mapping[str, Any], checkpoint: Path) -> None:

@@ -12,28 +12,33 @@ Lines are appended and flushed at once; every other file is written beside its p
 after step N first cuts all of them back to step N.
 """
 
+import contextlib
 import json
 import math
 import numbers
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from zerogap.config import RunConfig, load_config
-from zerogap.errors import CheckpointError, ConfigError
+from zerogap.errors import CheckpointError, ConfigError, OutputError
 from zerogap.models.decoder import Decoder
 from zerogap.numerics import Numerics
 from zerogap.rl.report import read_lines
 from zerogap.rl.rollout_log import logged_steps, rollout_path, write_json
-from zerogap.train.checkpoint import list_checkpoints
+from zerogap.train.checkpoint import clear_partial, list_checkpoints
 from zerogap.weights import ModelFiles, save_folder
+from zerogap.weights.whole_folder import remove_folder
 
 OUTPUT = "rewards.log"  # what reward functions printed
 LINES = ("metrics", "eval", "completions", "errors")
 PARTS = (
-    *(*(f"{n}.jsonl" for n in LINES), OUTPUT),
-    *("rollouts", "weights", "checkpoints", "evaluations", "model", "report.html", "tensorboard"),
+    *("checkpoints", *(f"{n}.jsonl" for n in LINES), OUTPUT),
+    *("rollouts", "weights", "evaluations", "model", "report.html", "tensorboard"),
 )
 CONFIG = "config.yaml"  # what makes a folder one of a run: written first, removed last
 FACTS = "zerogap.json"  # as `weights.save_folder` names it
@@ -72,17 +77,30 @@ class RunFolder:
         return load_config(self.config_file)
 
     def require_ours(self) -> None:
-        """Raise `ConfigError` if a run here would replace something that no run has written."""
+        """Raise `ConfigError` if a run here could not write, or would replace something that no run has written."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError("output_dir", str(self.path), "it is a file; name a folder")
+        nearest = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            why = "is no folder" if not nearest.is_dir() else "may not be written to"
+            raise ConfigError("output_dir", str(self.path), f"{nearest} {why}: name a folder that can be made")
         found = [name for name in PARTS if (self.path / name).exists()]
         if found and not self.exists:
             mend = f"it holds no {CONFIG} of a run, but {', '.join(found)}, which a run would replace: name another one"
             raise ConfigError("output_dir", str(self.path), mend)
 
     def begin(self, config: RunConfig, step: int) -> None:
-        """Make the folder ready for `step + 1`: everything that was written after `step` goes."""
+        """Make the folder ready for `step + 1`: everything that was written after `step` goes.
+
+        Checkpoints go first, the newest before others: killed at any moment in between, the run that is left resumes
+        from one that has all of its lines.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        later = list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else []
+        for path in reversed(later):
+            if int(path.name.rpartition("-")[2]) > step:
+                remove_folder(path)
+        clear_partial(self.checkpoints)
         if step == 0:
             for name in (*PARTS, CONFIG):
                 self._remove(self.path / name)
@@ -95,14 +113,22 @@ class RunFolder:
         for path in self.evaluations.glob("step-*.jsonl"):
             if int(path.stem.rpartition("-")[2]) > step:
                 path.unlink()
-        for path in list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else ():
-            if int(path.name.rpartition("-")[2]) > step:
-                shutil.rmtree(path)
-        for left in (self.model, *self.path.glob(".model.*")):  # and what a killed process had begun to write
+        begun = (*self.path.glob(".*.partial*"), *self.rollouts.glob(".*.partial"), *self.weights.glob(".version-*"))
+        for left in (self.model, *self.path.glob(".model.*"), *begun):  # and what a killed process had begun to write
             self._remove(left)
         partial = self.path / ".config.yaml.partial"
         partial.write_text(config.to_yaml(), encoding="utf-8")
         partial.replace(self.config_file)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """While files are written: one that cannot be raises `OutputError`, which says where the run can go on."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            found = list_checkpoints(self.checkpoints)
+            whole = f"{found[-1]} is whole, the run resumes from it" if found else "there is no checkpoint yet"
+            raise OutputError(f"{self.path}: a file could not be written ({error}); {whole}") from error
 
     @staticmethod
     def _remove(path: Path) -> None:

@@ -21,7 +21,7 @@ from zerogap.models.inventory import require_same_list
 from zerogap.numerics import Numerics, require_equal
 from zerogap.ops.kv_scales import KVScales
 from zerogap.train.trainer import Trainer
-from zerogap.weights.whole_folder import replace_folder
+from zerogap.weights.whole_folder import remove_folder, replace_folder
 
 FORMAT = 1
 PREFIX = "checkpoint-"
@@ -37,20 +37,33 @@ def save_checkpoint(root: Path, step: int, trainer: Trainer, extra: Mapping[str,
 
     Args:
         extra: JSON-ready facts of the caller; come back from `load_checkpoint`.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written (the disk is full, say); earlier checkpoints are as they were.
     """
     target = root / f"{PREFIX}{step}"
     partial = root / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    clear_partial(root)
     partial.mkdir(parents=True)
-    state = trainer.state()
-    save_file({n: t.contiguous() for n, t in state.pop("tensors").items()}, partial / "trainer.safetensors")
-    facts = {"format": FORMAT, "step": step, **state, "quantised": list(trainer.decoder.quantised())}
-    facts |= {"digests": trainer.decoder.digests(), "extra": dict(extra)}
-    (partial / "state.json").write_text(json.dumps(facts, indent=1))
-    replace_folder(partial, target)
+    try:
+        state = trainer.state()
+        save_file({n: t.contiguous() for n, t in state.pop("tensors").items()}, partial / "trainer.safetensors")
+        facts = {"format": FORMAT, "step": step, **state, "quantised": list(trainer.decoder.quantised())}
+        facts |= {"digests": trainer.decoder.digests(), "extra": dict(extra)}
+        (partial / "state.json").write_text(json.dumps(facts, indent=1))
+        replace_folder(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     for path in list_checkpoints(root)[:-keep]:
-        shutil.rmtree(path)
+        remove_folder(path)
     return target
+
+
+def clear_partial(root: Path) -> None:
+    """Delete what a killed process had begun to write or to delete under `root`."""
+    for left in root.glob(f".{PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -23,6 +23,14 @@ def replace_folder(partial: Path, target: Path) -> None:
     _sync(target.parent)
 
 
+def remove_folder(path: Path) -> None:
+    """Delete a folder that a killed process must not leave half deleted under its name: it loses the name first."""
+    gone = path.with_name(f".{path.name}.old-{os.getpid()}")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:

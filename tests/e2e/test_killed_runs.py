@@ -126,49 +126,20 @@ def test_a_checkpoint_can_be_carried_to_another_folder(base, whole):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(base):
-    path, folder = write_recipe(base, "hurried", "optimizer.max_steps=40", "checkpoint.every=2"), base / "hurried"
-    (base / "slow.py").write_text("import time\n\n\ndef slow(completions, **columns):\n    time.sleep(60)\n")
+    path = write_recipe(base, "hurried")
+    begun = base / "begun"
+    code = f"import pathlib, time\n\n\ndef slow(completions, **columns):\n    pathlib.Path({str(begun)!r}).touch()\n"
+    (base / "slow.py").write_text(f"{code}    time.sleep({SECONDS})\n")
     process = start(path, f"reward.functions=[{base}/slow.py:slow]", "eval.every=0", "data.eval=null")
     end = time.monotonic() + SECONDS
-    while not (folder / "weights").exists() and time.monotonic() < end:
+    while not begun.exists() and time.monotonic() < end:
         time.sleep(0.01)
-    time.sleep(1.5)  # past the rollout
-    began = time.monotonic()
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 143, output
     assert "ended at once" in output
-    assert time.monotonic() - began < 30
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_loses_nothing_that_was_whole(base, whole):
-    """No file of the resumed process may become larger than a checkpoint's tensors are: the next save fails midway."""
-    path, folder = write_recipe(base, "full"), base / "full"
-    process = start(path)
-    wait_for(process, folder, 1)
-    process.kill()
-    process.communicate(timeout=SECONDS)
-    checkpoints = RunFolder(folder).checkpoints
-    if not list(checkpoints.glob("checkpoint-*")):
-        pytest.skip("the kill came before the first checkpoint was whole")
-    before = {file: file.read_bytes() for file in sorted(checkpoints.glob("checkpoint-*/*"))}
-    size = max(len(content) for content in before.values())
-    command = [sys.executable, "-m", "zerogap", "train", str(path)]
-    limited = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2}, {size // 2})); "
-    limited += "sys.argv = ['zerogap', 'train', sys.argv[1]]; runpy.run_module('zerogap', run_name='__main__')"
-    command = [sys.executable, "-c", limited, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=SECONDS, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "OutputError" in done.stderr and "could not be written" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert {file: file.read_bytes() for file in before} == before
-    assert not list(checkpoints.glob(".*"))
-    finish(start(path))
-    assert digests(folder) == digests(whole)
-    assert without_times(lines(folder, "metrics")) == without_times(lines(whole, "metrics"))
 
 
 def test_plain_lines_without_a_terminal(base, whole):

@@ -1,10 +1,13 @@
 """What a run may replace in its output folder, and what it may not."""
 
+import resource
+
 import pytest
 
-from tests.tiny_runs import recipe, train
+from tests.tiny_runs import lines, recipe, train, without_times
 from zerogap.errors import ConfigError, OutputError
 from zerogap.rl.loop import Run
+from zerogap.rl.observer import Observer
 from zerogap.rl.report import read_lines
 from zerogap.rl.run_folder import RunFolder
 
@@ -90,3 +93,33 @@ def test_checkpoints_go_before_the_lines_that_they_need(tmp_path, monkeypatch):
     assert again.step == 1
     assert again.train()
     assert again.decoder.digests() == run.decoder.digests()
+
+
+class FillsUp(Observer):
+    """From the second checkpoint on, no file may become longer than half a checkpoint's tensors."""
+
+    def __init__(self, folder):
+        self.checkpoints = RunFolder(folder).checkpoints
+
+    def phase(self, step, name):
+        if (step, name) == (2, "checkpoint"):
+            size = (self.checkpoints / "checkpoint-1" / "trainer.safetensors").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_save_onto_a_full_disk_loses_nothing_that_was_whole(tmp_path):
+    whole = train(recipe(tmp_path, "checkpoint.every=1"))
+    config = recipe(tmp_path, "checkpoint.every=1", name="full")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OutputError, match=r"full: a file could not be written .*checkpoint-1 is whole"):
+            Run(config, "auto", FillsUp(config.output_dir)).train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in RunFolder(config.output_dir).checkpoints.iterdir()] == ["checkpoint-1"]
+    again = Run(config)
+    assert again.step == 1
+    assert again.train()
+    assert again.decoder.digests() == whole.decoder.digests()
+    assert without_times(lines(again, "metrics")) == without_times(lines(whole, "metrics"))
+    assert again.compared_tokens == whole.compared_tokens > 0

@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from zerogap.config import RunConfig, load_config
 from zerogap.errors import CheckpointError, ConfigError, OutputError
 from zerogap.models.decoder import Decoder
@@ -32,7 +30,7 @@ from zerogap.rl.report import read_lines
 from zerogap.rl.rollout_log import logged_steps, rollout_path, write_json
 from zerogap.train.checkpoint import clear_partial, list_checkpoints
 from zerogap.weights import ModelFiles, save_folder
-from zerogap.weights.whole_folder import remove_folder
+from zerogap.weights.whole_folder import WRITE_ERRORS, remove_folder
 
 OUTPUT = "rewards.log"  # what reward functions printed
 LINES = ("metrics", "eval", "completions", "errors")
@@ -125,7 +123,7 @@ class RunFolder:
         """While files are written: one that cannot be raises `OutputError`, which says where the run can go on."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except WRITE_ERRORS as error:
             found = list_checkpoints(self.checkpoints)
             whole = f"{found[-1]} is whole, the run resumes from it" if found else "there is no checkpoint yet"
             raise OutputError(f"{self.path}: a file could not be written ({error}); {whole}") from error

@@ -4,6 +4,10 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+WRITE_ERRORS = (OSError, SafetensorError)  # what a full disk or a read-only folder raises, tensors or not
+
 
 def replace_folder(partial: Path, target: Path) -> None:
     """Sync the files of `partial` to disk and give it the name `target`; both lie in the same parent folder.

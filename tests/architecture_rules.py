@@ -42,6 +42,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("parallel/",),
     "torch.utils.tensorboard": ("rl/", "cli/"),
     "tensorboard": ("rl/", "cli/"),
+    "wandb": ("rl/",),
     "ray": ("cluster/",),
     "safetensors": ("weights/", "train/checkpoint", "rl/rollout_log", "diagnose/trace", "diagnose/source_weights"),
     "gguf": ("weights/", "text/"),

@@ -53,6 +53,7 @@ CHANGED = {
     "optimizer.activation_recompute": True, "moe.record_routing": True, "moe.balance_loss": 1e-3,
     "moe.router_bias_rate": 1e-3, "parity.on_mismatch": "warn", "eval.every": 5, "eval.num_prompts": 3,
     "eval.num_samples": 4, "eval.temperature": 0.7, "eval.pass_k": [1, 2], "checkpoint.every": 4, "checkpoint.keep": 1,
+    "logging.wandb": "mine",
     "logging.tensorboard": False, "logging.completions": 1, "logging.audit_every": 2, "seed": 3, "output_dir": "o",
 }  # fmt: skip
 

@@ -77,6 +77,11 @@ class LoggingConfig(Section):
     """What a run writes besides checkpoints."""
 
     tensorboard: bool = Field(default=True, description="write TensorBoard event files")
+    wandb: bool | Annotated[str, Field(min_length=1)] = Field(
+        default=False,
+        description="log to Weights & Biases (needs `zerogap[wandb]`): true: to the project zerogap; or the name of a "
+        "project",
+    )
     completions: Count = Field(
         default=4, description="completions per step that go into the completions file and the report"
     )

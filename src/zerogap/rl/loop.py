@@ -49,6 +49,7 @@ from zerogap.rl.run_folder import RunFolder, side_facts, weight_facts
 from zerogap.rl.scoring import score_samples
 from zerogap.rl.setup import Prompt
 from zerogap.rl.tensorboard import EventWriter
+from zerogap.rl.wandb_writer import WandbWriter, require_installed
 from zerogap.rollout.progress import Progress
 from zerogap.text import Tokenizer
 from zerogap.train.checkpoint import load_checkpoint, save_checkpoint
@@ -91,6 +92,7 @@ class Run:
         self.config, self.observer = config, observer or Observer()
         self.folder = RunFolder(config.output_dir)
         self.folder.require_ours()
+        require_installed(config.logging.wandb)
         start = starting_point(self.folder, config, resume)
         self.data, self.rewards = setup.load_data(config)
         self.files, self._fixed_source = setup.open_source(config)
@@ -118,7 +120,7 @@ class Run:
         self._alarms = Alarms()
         self._seconds: dict[str, float] = {}
         self._report_at = 0.0
-        self._events: EventWriter | None = None
+        self._writers: list[EventWriter | WandbWriter] = []
 
     def _load_reference(self) -> setup.Trainer:
         """The model as it was before the first step, for the KL; never trained."""
@@ -168,7 +170,9 @@ class Run:
         config = self.config
         self.folder.begin(config, self.step if self._continues_here else 0)
         if config.logging.tensorboard:
-            self._events = EventWriter(self.folder.tensorboard, self.step)
+            self._writers.append(EventWriter(self.folder.tensorboard, self.step))
+        if config.logging.wandb:
+            self._writers.append(WandbWriter(self.folder.path, config.logging.wandb, config.model_dump(mode="json")))
         facts = run_facts(config, self.trainer, self.files, self._data_summary)
         self.observer.started(facts, self.step + 1, config.optimizer.max_steps)
         begun, finished = self.step, False
@@ -189,8 +193,8 @@ class Run:
             self.rewards.close()
             self.observer.ended()
             self._write_report()
-            if self._events is not None:
-                self._events.close()
+            for writer in self._writers:
+                writer.close()
         if finished:
             self._save_model()
         elif self.step > begun:
@@ -419,8 +423,8 @@ class Run:
         record = {"step": step, **held_out.figures, ONE_SIDED: float(self.trainer.one_sided)}
         self.folder.write_evaluation(step, held_out.table)
         self.folder.append("eval", record)
-        if self._events is not None:
-            self._events.add(step, record)
+        for writer in self._writers:
+            writer.add(step, record)
         self.observer.evaluated(record)
 
     # ---- what is written
@@ -458,8 +462,8 @@ class Run:
             ONE_SIDED: float(self.trainer.one_sided),
         }
         self.folder.append("metrics", record)
-        if self._events is not None:
-            self._events.add(step, record)
+        for writer in self._writers:
+            writer.add(step, record)
         self.observer.step_done(record)
         for warning in self._alarms.of_step(record):
             self.observer.note(warning)

@@ -103,3 +103,10 @@ def test_logged_names():
         "bit_wise/ratio_tokens_different/mean", "bit_wise/mismatched_tokens", "bit_wise/compared_tokens",
         "sampling/kl", "sampling/k3_kl", "sampling/chi2_token", "sampling/chi2_seq",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [(1, 999), (999, 1), (500, 500)])
+def test_lengths_of_unequal_ranks_are_logged_as_those_of_the_whole(parts):
+    samples = [make_sample(1 + i % 37, "length" if i % 5 == 0 else "stop", seed=i) for i in range(1000)]
+    ranks = (samples[: parts[0]], samples[parts[0] :])
+    assert flatten(pool(map(completion_metrics, ranks))) == flatten(completion_metrics(samples))

@@ -202,8 +202,9 @@ def _accounts(causes: tuple[Cause, ...], facts: Facts) -> bool | None:
     if not found.compared:
         return True
     nodes = nodes_of(found.compared)
+    own_head = any("lm_head.weight" in side.trace.weights for side in (facts.a, facts.b))
     for name in {_tensor(c) for c in causes}:
-        users = [n for n in nodes if _uses(n, name)]
+        users = [n for n in nodes if _uses(n, name) and not (own_head and n.name == "lm_head" and "embed" in name)]
         if not users or any(_acts(n, found) for n in users):
             return True
     return False

@@ -102,11 +102,19 @@ def test_a_rectangle_is_cut_to_its_lengths(fewer, tmp_path):
         ({"logprobs_a": ["x", "y", "z"]}, "list of numbers"),
         ({"ids": [[5, 6, 7, 8, 9]], "length": 1}, "one list of token ids"),
         ({"length": 9}, "has 5 ids"),
-        ({"length": [5]}, "one number per sequence"),
-        ({"prompt_length": [2]}, "one number per sequence"),
+        ({"length": [5]}, "one whole number per sequence"),
+        ({"prompt_length": [2]}, "one whole number per sequence"),
         ({"ids": [5.5, 6, 7, 8, 9]}, "one list of token ids"),
         ({"prompt_length": 6}, "prompt_length"),
         ({"mask": [1] * 7}, "mask"),
+        ({"mask": ["0", "1", "1", "1", "1"]}, "0 or 1"),
+        ({"mask": [0, 0, float("nan"), 1, 1]}, "0 or 1"),
+        ({"ids": [5, 6, 7, 8, 2**40]}, "below 2"),
+        ({"prompt_length": 1.5}, "one whole number"),
+        ({"length": "5"}, "one whole number"),
+        ({"temperature": "0.7"}, "a number from 0"),
+        ({"temperature": -1}, "a number from 0"),
+        ({"processed": "no"}, "true or false"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -133,3 +141,17 @@ def test_files_that_are_none(tmp_path):
     two = [{**rows()[0], "temperature": 1.0}, {**rows()[1], "temperature": 0.7}]
     with pytest.raises(ConfigError, match="one setting"):
         pair_of_traces(two)
+
+
+@pytest.mark.parametrize("content", [b"not a zip", b"PK\x03\x04 cut", b""])
+def test_a_broken_npz_is_refused(content, tmp_path):
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not an npz"):
+        load_arrays(tmp_path / "x.npz")
+
+
+def test_lengths_below_zero_are_refused(tmp_path):
+    flat = {"ids": np.arange(8), "rollout_logprobs": np.zeros(8), "trainer_logprobs": np.zeros(8)}
+    np.savez(tmp_path / "x.npz", **flat, length=np.array([-2, 10]), prompt_length=np.array([1, 1]))
+    with pytest.raises(ConfigError, match="from 0 on"):
+        load_arrays(tmp_path / "x.npz")

@@ -75,3 +75,23 @@ def test_damage(tmp_path):
         load_nemo_rl(tmp_path / "x.jsonl")
     with pytest.raises(ConfigError, match="one per token"):
         load_nemo_rl(write(tmp_path / "y.jsonl", [sample(prev_logprobs=[-1.0] * 3)]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_lengths": -1},
+        {"input_lengths": 9},
+        {"input_lengths": "6"},
+        {"token_ids": 5},
+        {"token_loss_mask": None},
+        {"prev_logprobs": "x"},
+        {"token_loss_mask": [[0, 1]] * 8},
+        {"sample_loss_mask": "x"},
+    ],
+)
+def test_fields_that_are_no_numbers_per_token_are_refused(change, tmp_path):
+    ((name, _),) = change.items()
+    path = write(tmp_path / "train_data_step1.jsonl", [sample(0, False, **change)])
+    with pytest.raises(ConfigError, match=name):
+        load_nemo_rl(path)

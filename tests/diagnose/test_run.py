@@ -14,7 +14,7 @@ from zerogap.diagnose.run import CHECKS, decide
 from zerogap.diagnose.trace import Definition, Pass, save_trace
 from zerogap.diagnose.verdict import UNKNOWN, Cause, Finding
 from zerogap.diagnose.zerogap_side import ZerogapSide
-from zerogap.errors import CheckpointError
+from zerogap.errors import CheckpointError, ConfigError
 from zerogap.types import SamplingKey, SamplingParams
 
 OTHER = noisy(numbers(), 0.2)
@@ -172,3 +172,9 @@ def test_a_definition_that_explains_all_leaves_the_path_unblamed():
     verdict = zg.diagnose(a, processed).verdict
     assert verdict.cause is not None and verdict.cause.subject == "definition"
     assert all(cause.subject != "path" for cause in verdict.further)
+
+
+def test_nothing_to_compare_is_no_difference():
+    masked = tuple(dataclasses.replace(s, mask=np.zeros(len(s.ids), bool)) for s in trace().sequences)
+    with pytest.raises(ConfigError, match="check the masks"):
+        zg.diagnose(trace(of=masked), trace(of=masked))

@@ -34,6 +34,7 @@ from zerogap.diagnose.side import RecordedSide, Replacement, Side
 from zerogap.diagnose.trace import Trace, load_trace
 from zerogap.diagnose.verdict import UNATTRIBUTED, UNKNOWN, Cause, Finding, Verdict
 from zerogap.diagnose.zerogap_side import ZerogapSide
+from zerogap.errors import ConfigError
 
 CHECKS: tuple[tuple[str, Callable[[Side, Side, Facts], Finding]], ...] = (
     ("ids", ids.check),
@@ -85,6 +86,7 @@ def diagnose(
 
     Raises:
         CheckpointError: a path that is no readable trace.
+        ConfigError: no token can be compared.
     """
     began = time.perf_counter()
     facts = Facts(_side(a), _side(b), progress or (lambda text: None), thorough)
@@ -95,6 +97,8 @@ def diagnose(
         if name == "ids" and findings[0].outcome == "failed":
             findings += [Finding(n, "not checked", "the sides have read other tokens") for n, _ in CHECKS[1:]]
             break
+        if not facts.difference.compared.any():
+            raise ConfigError("log-probs", 0, "no token has a log-prob on both sides and counts: check the masks")
     verdict = decide(findings, facts)
     of_kinds: tuple[OperatorShare, ...] = ()
     parts = shares(facts, {})

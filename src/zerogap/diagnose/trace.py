@@ -190,7 +190,7 @@ def load_trace(folder: Path) -> Trace:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         tensors = load_file(folder / "tensors.safetensors")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError, RecursionError) as error:
         raise CheckpointError(f"{folder} is not a readable trace (trace.json, tensors.safetensors): {error}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format must be {FORMAT!r}")
@@ -203,7 +203,7 @@ def load_trace(folder: Path) -> Trace:
         rest = ("weights", "buffers", "settings", "model", "source", "versions", "layout")
         given = {name: facts[name] for name in rest if name in facts}  # a trace written by hand may leave them out
         return Trace(facts["name"], sequences, passes, **given)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
 
 

@@ -6,6 +6,7 @@ not say which tokens it belongs to, it is refused. `FIELDS` lists the names that
 """
 
 import json
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,7 +98,7 @@ def _named(row: Row, index: int) -> dict[str, Any]:
             raise ConfigError(f"row {index}", sorted(row), f"add {field}: one of {', '.join(FIELDS[field])}")
     _plain(found, index)
     if "length" in found:
-        length, size = _whole(found["length"], f"row {index}.length"), len(found["ids"])
+        length, size = whole(found["length"], f"row {index}.length"), len(found["ids"])
         if not 0 <= length <= size:
             raise ConfigError(f"row {index}.length", length, f"the row has {size} ids")
         for field in ("ids", "a", "b", "mask", "positions", "versions"):
@@ -108,26 +109,47 @@ def _named(row: Row, index: int) -> dict[str, Any]:
 
 def _plain(row: Row, index: int) -> None:
     """Refuse ids that are not one list of whole numbers."""
-    ids = row["ids"]
-    if len(ids) and not all(isinstance(i, int | np.integer) for i in ids):
-        raise ConfigError(f"row {index}.ids", type(ids[0]).__name__, "give one list of token ids per sequence")
+    for field in ("ids", "a", "b", "mask", "positions", "versions"):
+        if field in row and not isinstance(row[field], list | tuple | np.ndarray):
+            raise ConfigError(f"row {index}.{field}", type(row[field]).__name__, "give one list per sequence")
+        if field in row and isinstance(row[field], np.ndarray) and row[field].ndim != 1:
+            raise ConfigError(f"row {index}.{field}", row[field].shape, "give one list per sequence")
+    for field in ("ids", "positions", "versions"):
+        for value in row.get(field, ()):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -1 <= value < 2**31:
+                raise ConfigError(
+                    f"row {index}.{field}", value, "give one list of token ids or the like: whole numbers below 2^31"
+                )
 
 
-def _whole(value: Any, key: str) -> int:
-    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim):
-        raise ConfigError(key, value, "give one number per sequence")
-    return int(value)
+def whole(value: Any, key: str) -> int:
+    """A whole number, however it is written."""
+    if isinstance(value, np.ndarray | np.generic) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(key, value, "give one whole number per sequence")
+    return value
+
+
+def as_mask(value: Any, key: str) -> np.ndarray:
+    """bool [N] from truth values or from numbers 0 and 1."""
+    found = np.asarray(value)
+    if found.ndim != 1 or found.dtype.kind not in "biuf" or not np.isin(found, (0, 1)).all():
+        raise ConfigError(key, str(found.reshape(-1)[:4]), "give one 0 or 1 per token")
+    return found.astype(bool)
 
 
 def _sequence(row: Row, index: int) -> SequenceTrace:
     ids = np.asarray(row["ids"], np.int32)
     if ids.ndim != 1:
         raise ConfigError(f"row {index}.ids", ids.shape, "give one list of token ids per sequence")
-    mask = np.asarray(row["mask"]).astype(bool) if "mask" in row else None
+    mask = as_mask(row["mask"], f"row {index}.mask") if "mask" in row else None
     if mask is not None and len(mask) < len(ids):  # of the completion only
         mask = np.concatenate([np.zeros(len(ids) - len(mask), bool), mask])
     if "prompt_length" in row:
-        prompt = _whole(row["prompt_length"], f"row {index}.prompt_length")
+        prompt = whole(row["prompt_length"], f"row {index}.prompt_length")
     elif mask is not None:
         prompt = int(np.flatnonzero(mask)[0]) if mask.any() else len(ids)
     else:
@@ -157,11 +179,16 @@ def _logprobs(row: Row, side: str, sequence: SequenceTrace, index: int) -> np.nd
 def _definition(rows: Sequence[Row]) -> Definition:
     said: dict[str, Any] = {}
     for field in ("temperature", "processed"):
-        values = {row[field] for row in rows if field in row}
-        if len(values) > 1:
-            raise ConfigError(field, sorted(values), "give rows of one setting in one file")
-        said[field] = values.pop() if values else None
+        values = [row[field].item() if hasattr(row[field], "item") else row[field] for row in rows if field in row]
+        if any(value != values[0] for value in values):
+            raise ConfigError(field, values[:4], "give rows of one setting in one file")
+        said[field] = values[0] if values else None
     temperature, processed = said["temperature"], said["processed"]
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if temperature is not None and not (number and 0 <= temperature < np.inf):
+        raise ConfigError("temperature", temperature, "give a number from 0 on")
+    if processed is not None and processed not in (True, False):
+        raise ConfigError("processed", processed, "give true or false")
     return Definition(
         temperature=None if temperature is None else float(temperature),
         processed=None if processed is None else bool(processed),
@@ -172,7 +199,7 @@ def _read_npz(path: Path) -> list[Row]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is not an npz of plain arrays: {error}") from error
     ids = next((arrays[n] for n in FIELDS["ids"] if n in arrays), None)
     if ids is None:
@@ -182,7 +209,12 @@ def _read_npz(path: Path) -> list[Row]:
             if array.ndim and len(array) != len(ids):
                 raise ConfigError(name, len(array), f"give one row per sequence: {len(ids)}")
         return [{n: a[i] if a.ndim else a.item() for n, a in arrays.items()} for i in range(len(ids))]
+    if ids.ndim != 1:
+        raise ConfigError("ids", ids.shape, "give [B, N], or the ids of all sequences in a row")
     lengths = next((arrays[n] for n in FIELDS["length"] if n in arrays), np.array([len(ids)])).reshape(-1)
+    lengths = np.array([whole(n, "length") for n in lengths])
+    if (lengths < 0).any():
+        raise ConfigError("length", lengths.tolist(), "give lengths from 0 on")
     if lengths.sum() != len(ids):
         raise ConfigError("length", int(lengths.sum()), f"give lengths that add up to the {len(ids)} ids")
     ends = np.cumsum(lengths)[:-1]
@@ -203,12 +235,12 @@ def read_jsonl(path: Path) -> list[Row]:
     """
     rows = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
             if line.strip():
                 rows.append(json.loads(line))
                 if not isinstance(rows[-1], dict):
                     raise CheckpointError(f"{path}:{number}: each line must be one sequence, a JSON object")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable as JSON lines: {error}") from error
     return rows
 

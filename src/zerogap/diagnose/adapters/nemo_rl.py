@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zerogap.diagnose.adapters.arrays import pair_of_traces, read_jsonl
+from zerogap.diagnose.adapters.arrays import as_mask, pair_of_traces, read_jsonl, whole
 from zerogap.diagnose.trace import Definition, Trace
 from zerogap.errors import ConfigError
 
@@ -42,11 +42,22 @@ def _row(row: Mapping[str, Any], index: int) -> dict[str, Any]:
     if lacking:
         mend = f"add {', '.join(lacking)}: log them beside {', '.join(sorted(row))}"
         raise ConfigError(f"line {index + 1}", sorted(row), mend)
-    length = int(_one(row["input_lengths"]))
-    found = {name: np.asarray(_one(row[name]))[:length] for name in _TOKENS}
-    mask = found["token_loss_mask"].astype(bool) & bool(_one(row.get("sample_loss_mask", 1)))
+    where, size = f"line {index + 1}", len(_tokens(row, "token_ids", index))
+    length = whole(_one(row["input_lengths"]), f"{where}.input_lengths")
+    if not 0 <= length <= size:
+        raise ConfigError(f"{where}.input_lengths", length, f"the row has {size} token ids")
+    found = {name: np.asarray(_tokens(row, name, index))[:length] for name in _TOKENS}
+    counts = as_mask([_one(row.get("sample_loss_mask", 1))], f"{where}.sample_loss_mask")
+    mask = as_mask(found["token_loss_mask"], f"{where}.token_loss_mask") & counts[0]
     mask[:1] = False  # the first token has no log-prob
     return {**found, "token_loss_mask": mask, "prompt_length": _prompt_length(found["token_loss_mask"])}
+
+
+def _tokens(row: Mapping[str, Any], name: str, index: int) -> list[Any]:
+    value = _one(row[name])
+    if not isinstance(value, list) or any(isinstance(v, list | dict | str) or v is None for v in value):
+        raise ConfigError(f"line {index + 1}.{name}", str(value)[:60], "give one list of numbers, one per token")
+    return value
 
 
 def _one(value: Any) -> Any:

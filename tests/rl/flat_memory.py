@@ -42,7 +42,6 @@ def watched_run(folder: Path) -> tuple[list[int], int, int]:
     watch = MemoryWatch()
     sizes = (
         "numerics={preset: bf16, grad_bins: 8}",
-        "rollout.prompts_per_step=2",
         "optimizer.micro_batch_tokens=1024",
         "rollout.max_completion_length=16",
     )

@@ -52,7 +52,7 @@ class Draws:
         extra = {"prompt": list(prompts)} | ({"odd": prompts[::-1]} if attempt % 2 else {})
         metrics = {"m": float(attempt)}
         samples = [make_sample(1 + p, seed=i) for i, p in enumerate(prompts)]
-        return Round(prompts, samples, RewardScores(scores, [scores, [-s for s in scores]], extra, metrics))
+        return Round(prompts, samples, RewardScores(scores, [scores, [-s for s in scores]], extra, metrics, 1, 2))
 
 
 MIXED, EQUAL = (0.0, 1.0), (1.0, 1.0)
@@ -70,6 +70,7 @@ def test_slots_are_filled_with_further_prompts_until_none_is_open():
     assert scores.totals == [0.0, 1.0] * 4
     assert scores.columns == [scores.totals, [-t for t in scores.totals]]
     assert scores.extra == {"prompt": groups.chosen.prompts, "odd": [None, None, 5, 5, None, None, None, None]}
+    assert (scores.errors, scores.timeouts) == (3, 6), "of all rounds, as their completions were paid for"
     assert scores.metrics == {"m": (0 * 8 + 1 * 4 + 2 * 2) / 14}
     assert [len(s.completion_ids) for s in groups.chosen.samples] == [1 + p for p in groups.chosen.prompts]
     assert groups.drawn_tokens == sum(2 * (1 + p) for p in range(7))

@@ -40,6 +40,22 @@ def floods(completions):
     return [0.0] * len(completions)
 
 
+def less_and_less(completions, trainer_state):
+    print("x" * trainer_state.global_step)
+    return [0.0] * len(completions)
+
+
+def slow_length(completions):
+    time.sleep(0.3)
+    return [float(len(c[0]["content"])) for c in completions]
+
+
+def breaks_in_step_1(completions, trainer_state):
+    if trainer_state.global_step == 1:
+        raise ValueError("no")
+    return [0.0] * len(completions)
+
+
 def hangs(completions):
     print("soon")
     child = subprocess.Popen(["sleep", "1000"])
@@ -208,6 +224,21 @@ def test_functions_run_side_by_side(file):
     assert score(rewards(file, *both, timeout=60)).totals == [2.0] * 3
 
 
+def test_output_belongs_to_its_call(file):
+    loaded = rewards(file, "less_and_less")
+    assert [score(loaded, step).output.strip() for step in (5, 2)] == [
+        "--- less_and_less\nxxxxx",
+        "--- less_and_less\nxx",
+    ]
+
+
+def test_an_answer_that_comes_after_a_fault_is_not_taken_for_the_next_one(file):
+    loaded = rewards(file, "slow_length", "breaks_in_step_1")
+    with pytest.raises(RewardError, match="breaks_in_step_1"):
+        loaded.score(ROWS[:1], ["long"], [[]], 1)
+    assert loaded.score(ROWS[:1], ["short one"], [[]], 2).totals == [9.0]
+
+
 def test_a_fault_ends_the_calls_of_the_others(file):
     loaded = rewards(file, "hangs", "dies", timeout=600)
     began = time.monotonic()
@@ -272,6 +303,7 @@ def test_functions_of_verl(verl, timeout):
     loaded.check_rows(rows)
     result = loaded.score(rows, ["a", "b"], [[], []], 0)
     assert result.columns == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.5, 1.5]]
+    assert loaded.score(rows, ["a", "four"], [[], []], 0).columns[2] == [1.0, 4.0]
     assert result.metrics["rewards/compute_score/acc"] == 1.0
     assert result.extra["compute_score/said"] == ["a", "b"] and result.extra["more/index"] == [-1, 1]
     for _ in range(2):

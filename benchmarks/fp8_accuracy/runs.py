@@ -76,7 +76,7 @@ def train(
     config = experiment.recipe(arm, seed, work)
     began = perf_counter()
     found = list_checkpoints(work / "checkpoints") if (work / "checkpoints").is_dir() else []
-    run = Run(config, str(found[-1]) if found else "never", observer)
+    run = Run(config, str(found[-1]) if found else "never", observer, finished=True)
     start_digest = None if run.step else _digest(run.decoder)
     ready = perf_counter()
     if run.step < experiment.steps:

@@ -118,7 +118,7 @@ def test_a_one_sided_run_cannot_be_audited(one_sided):
 
 
 def test_a_resumed_one_sided_run_has_the_same_bits(one_sided, base):
-    config = one_sided.config.model_copy(update={"output_dir": str(base / "resumed-one-sided")})
+    config = one_sided.config.model_copy(update={"output_dir": str(base / f"resumed-{one_sided.folder.path.name}")})
     run = Run(config, str(one_sided.folder.checkpoints / "checkpoint-2"))
     assert run.train()
     assert run.decoder.digests() == one_sided.decoder.digests()

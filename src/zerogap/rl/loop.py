@@ -79,11 +79,14 @@ class Run:
         stop_asked: set by `ask_to_stop`.
     """
 
-    def __init__(self, config: RunConfig, resume: str = "auto", observer: Observer | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, resume: str = "auto", observer: Observer | None = None, *, finished: bool = False
+    ) -> None:
         """
         Args:
             resume: `auto` (the newest checkpoint in `output_dir`, if there is one), `never` (begin anew; an earlier
                 run's files in `output_dir` go), or the path of a checkpoint.
+            finished: that may be the last one of a finished run.
 
         Raises:
             ConfigError: anything in the recipe that cannot be honoured, or a finished run where `auto` was asked.
@@ -93,7 +96,7 @@ class Run:
         self.folder = RunFolder(config.output_dir)
         self.folder.require_ours()
         require_installed(config.logging.wandb)
-        start = starting_point(self.folder, config, resume)
+        start = starting_point(self.folder, config, resume, finished=finished)
         self.data, self.rewards = setup.load_data(config)
         self.files, self._fixed_source = setup.open_source(config)
         self.tokenizer = Tokenizer.from_files(self.files.tokenizer_files(), self.files.chat_template)

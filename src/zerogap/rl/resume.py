@@ -22,8 +22,11 @@ FREE = (
 )
 
 
-def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | None:
+def starting_point(folder: RunFolder, config: RunConfig, resume: str, *, finished: bool = False) -> Path | None:
     """The checkpoint to resume from, or None to begin at step 1.
+
+    Args:
+        finished: the last checkpoint of a finished run may be named too, to look at the run as it ended.
 
     Raises:
         ConfigError: the run in `output_dir` is finished, nothing is left to do after the named checkpoint, or its run
@@ -36,7 +39,9 @@ def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | 
         path = Path(resume).expanduser()
         if not (path / "state.json").is_file():
             raise CheckpointError(f"{path}: not a checkpoint (no state.json); they lie in RUN/checkpoints")
-        _require_work(folder, config, path)
+        _require_place(folder, path)
+        if not finished:
+            _require_work(folder, config, path)
         return path
     found = list_checkpoints(folder.checkpoints) if folder.checkpoints.is_dir() else []
     step = int(found[-1].name.rpartition("-")[2]) if found else 0
@@ -47,12 +52,17 @@ def starting_point(folder: RunFolder, config: RunConfig, resume: str) -> Path | 
     return found[-1] if found else None
 
 
-def _require_work(folder: RunFolder, config: RunConfig, checkpoint: Path) -> None:
-    """Raise `ConfigError` where a run from the named checkpoint would replace another run, or would do nothing."""
+def _require_place(folder: RunFolder, checkpoint: Path) -> None:
+    """Raise `ConfigError` where a run from the named checkpoint would replace another run."""
     here = checkpoint.resolve().parent == folder.checkpoints.resolve()
     if not here and (folder.model.is_dir() or list_checkpoints(folder.checkpoints)):
         mend = f"it holds a run, and {checkpoint} is of another: take another folder, or go on with --resume auto"
         raise ConfigError("output_dir", str(folder.path), mend)
+
+
+def _require_work(folder: RunFolder, config: RunConfig, checkpoint: Path) -> None:
+    """Raise `ConfigError` where a run from the named checkpoint would do nothing."""
+    here = checkpoint.resolve().parent == folder.checkpoints.resolve()
     number = checkpoint.resolve().name.rpartition("-")[2]
     steps = config.optimizer.max_steps
     if number.isdigit() and int(number) >= steps and (folder.model.is_dir() or not here):
